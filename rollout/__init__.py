@@ -1,0 +1,1 @@
+"""The shell around inference engines: workers, Ray actors, placement, the pool, weight transfer."""

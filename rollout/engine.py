@@ -1,0 +1,107 @@
+"""The seam between a rollout worker and whatever generates tokens.
+
+Two implementations: :class:`rollout.vllm_engine.VllmEngine` (the real one) and
+:class:`rollout.fake_engine.FakeEngine` (scripted lengths, for unit tests). ``tests/contract`` holds both to this page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollout.weight_sync import WeightPacket
+from tlt.config.schema import RolloutSection
+from tlt.types import FinishReason, RolloutRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """A finished request as the engine knows it; the worker adds who and when."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Outcome of one engine step."""
+
+    finished: tuple[Generated, ...]
+    num_new_tokens: int
+
+
+class RolloutEngine(Protocol):
+    """One inference engine, stepped by hand from a single thread."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights in use; 0 is the checkpoint that the engine started from."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the running batch."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests accepted and not running yet."""
+        ...
+
+    def add(self, request: RolloutRequest) -> None:
+        """Accept a request. Raises ``ValueError`` for one that can never run (too long, or a duplicate id)."""
+        ...
+
+    def step(self) -> StepResult:
+        """Advance every running request by one step. With nothing to do it returns an empty result."""
+        ...
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Drop requests; unknown ids are ignored, since a request may have finished meanwhile."""
+        ...
+
+    def load_weights(self, packet: WeightPacket) -> None:
+        """Replace the policy weights and forget every cached key/value that the old ones computed.
+
+        Raises:
+            StaleWeightsError: the version does not grow, or requests are unfinished (a response would mix versions).
+        """
+        ...
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of each token after the first under the current weights, ``len(token_ids) - 1`` values."""
+        ...
+
+    def close(self) -> None:
+        """Free the engine; it is not used again."""
+        ...
+
+
+class EngineFactory(Protocol):
+    """A picklable recipe for an engine; it is carried out in the worker's process."""
+
+    def build(self) -> RolloutEngine:
+        """Start the engine."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """Recipe for the vLLM engine."""
+
+    model_path: str
+    """Local folder, or hub id."""
+    dtype: str
+    trust_remote_code: bool
+    seed: int
+    section: RolloutSection
+
+    def build(self) -> RolloutEngine:
+        """Start vLLM: seconds when eager, about a minute when compiled."""
+        # Imported here, so that the driver, which only pickles this recipe, never loads vLLM.
+        from rollout.vllm_engine import VllmEngine
+
+        return VllmEngine(self)

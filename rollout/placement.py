@@ -1,0 +1,84 @@
+"""Getting devices from Ray: connect or start a cluster, reserve one bundle per worker, wait visibly."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from tlt.config.schema import RolloutSection
+from tlt.errors import PlacementError
+
+logger = logging.getLogger(__name__)
+
+_REPORT_EVERY_S = 5.0
+
+
+@contextmanager
+def ray_session(*, quiet: bool = True) -> Iterator[None]:
+    """Join the cluster of ``RAY_ADDRESS``, or start one on this machine; leave or stop it at the end."""
+    # Ray runs workers at nice 15 by default; a rollout engine is no background job.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        ray.init(
+            address=address,
+            include_dashboard=False if address is None else None,
+            log_to_driver=not quiet,
+            logging_level=logging.WARNING,
+        )
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        where = f"the Ray cluster at RAY_ADDRESS={address}" if address else "a Ray cluster on this machine"
+        remedy = "check the address, or unset RAY_ADDRESS to start a local one" if address else "see the cause above"
+        raise PlacementError(f"cannot use {where}: {error}; {remedy}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def reserve(section: RolloutSection, *, timeout_s: float) -> Iterator[PlacementGroup]:
+    """Reserve one bundle per worker; free them at the end.
+
+    Raises:
+        PlacementError: the cluster is too small, or too busy for ``timeout_s`` seconds.
+    """
+    bundle = {"CPU": float(section.cores_per_worker)}
+    if section.device == "gpu":
+        bundle["GPU"] = float(section.tensor_parallel_size)
+    _check_size(bundle, section.num_workers)
+    group = placement_group([bundle] * section.num_workers, strategy="PACK")
+    try:
+        _wait(group, bundle, section.num_workers, timeout_s)
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+def _check_size(bundle: dict[str, float], num_workers: int) -> None:
+    total = ray.cluster_resources()
+    for resource, amount in bundle.items():
+        needed, there = amount * num_workers, total.get(resource, 0.0)
+        if needed > there:
+            raise PlacementError(
+                f"{num_workers} workers need {needed:g} {resource}, the Ray cluster has {there:g} in all; "
+                "lower rollout.num_workers, rollout.cores_per_worker or rollout.tensor_parallel_size"
+            )
+
+
+def _wait(group: PlacementGroup, bundle: dict[str, float], num_workers: int, timeout_s: float) -> None:
+    begin = time.monotonic()
+    while not group.wait(_REPORT_EVERY_S):
+        waited = time.monotonic() - begin
+        if waited > timeout_s:
+            raise PlacementError(
+                f"waited {waited:.0f} s for {num_workers} x {bundle}, free are {ray.available_resources()}; "
+                "another job holds them: end it, or ask for less"
+            )
+        logger.info("waiting for %d x %s (%.0f of %.0f s)", num_workers, bundle, waited, timeout_s)

@@ -1,0 +1,43 @@
+"""Every workaround of an upstream bug in vLLM, in one place.
+
+Each has a probe that shows the bug on the running installation, is applied only then, and says why it exists.
+When a probe stops finding its bug, the workaround is dead and can go.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_PROBE_ROWS = 4
+_PROBE_TOLERANCE = 0.02
+"""Relative error of a bfloat16 product that was computed from the right weights stays far below this."""
+
+
+def repair_stale_lm_head(model: torch.nn.Module) -> bool:
+    """Make logits use the weights that were just loaded; returns whether a repair was needed.
+
+    vLLM's CPU backend multiplies by a *packed copy* of ``lm_head``. With tied embeddings a layerwise reload writes
+    the shared parameter but does not pack it again, so logits keep coming from the old weights and nothing fails:
+    greedy outputs just differ from those of a fresh engine (0 of 8 equal, 8 of 8 after repacking).
+
+    Probe: the head's product with a random input against the plain product with its own parameter.
+    """
+    lm_head: Any = model.lm_head
+    weight = lm_head.weight  # [vocab, hidden]; [0] when packing consumed it, and then the reload has packed it anew
+    if weight.numel() == 0 or weight.device.type != "cpu":
+        return False
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(_PROBE_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
+    expected = probe.float() @ weight.float().T  # [rows, vocab]
+    actual = lm_head.quant_method.apply(lm_head, probe).float()
+    error = ((actual - expected).norm() / expected.norm()).item()
+    if error < _PROBE_TOLERANCE and torch.isfinite(actual).all():
+        return False
+    lm_head.quant_method.process_weights_after_loading(lm_head)
+    logger.debug("lm_head was packed from old weights (relative error %.3f); packed it again", error)
+    return True

@@ -1,0 +1,1 @@
+"""Pure core: types, errors, configuration, decisions, observability. Imports neither Ray nor vLLM."""

@@ -1,0 +1,125 @@
+"""The ``tlt`` command: parse first, import heavy things later.
+
+Exit codes: 0 ok, 1 the run failed, 2 bad input, 128 + n ended by signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from tlt.config.loader import dump_config, load_config, schema_of
+from tlt.config.sft_schema import SftConfig
+from tlt.errors import TltError
+from tlt.observability.logs import setup_logging
+
+logger = logging.getLogger(__name__)
+
+
+class Terminated(BaseException):
+    """A signal asked the process to end; unwinds like KeyboardInterrupt, so that everything is closed."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"ended by {signal.Signals(signum).name}")
+        self.signum = signum
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, _terminate)
+    setup_logging(_level(arguments))
+    try:
+        arguments.command(arguments)
+    except TltError as error:
+        logger.error("%s", error)
+        return error.exit_code
+    except Terminated as end:
+        logger.error("%s", end)
+        return 128 + end.signum
+    return 0
+
+
+def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
+    # A second signal must not interrupt the clean-up that the first one starts.
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_IGN)
+    raise Terminated(signum)
+
+
+def _level(arguments: argparse.Namespace) -> int:
+    return logging.DEBUG if arguments.verbose else logging.INFO
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    config = load_config(arguments.config, arguments.overrides)
+
+    from tlt.observability.summary import print_summary
+    from trainer.loop import run_training
+
+    summary = run_training(config, argv=sys.argv, level=_level(arguments))
+    print_summary(summary)
+    if arguments.json:
+        print(json.dumps(summary.to_json()))
+
+
+def _sft(arguments: argparse.Namespace) -> None:
+    config = load_config(arguments.config, arguments.overrides, SftConfig)
+
+    from trainer.sft import run_sft
+
+    print(run_sft(config))
+
+
+def _model_fetch(arguments: argparse.Namespace) -> None:
+    from trainer.models import fetch_model
+
+    print(fetch_model(arguments.name))
+
+
+def _config_show(arguments: argparse.Namespace) -> None:
+    print(dump_config(load_config(arguments.config, arguments.overrides, schema_of(arguments.config))), end="")
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("-v", "--verbose", action="store_true", help="log details, and what libraries say")
+    configured = argparse.ArgumentParser(add_help=False, parents=[common])
+    configured.add_argument("config", type=Path, help="YAML file; see configs/")
+    configured.add_argument(
+        "overrides", nargs="*", metavar="key.sub=value", help="overrides of the file, e.g. learner.max_steps=5"
+    )
+
+    parser = argparse.ArgumentParser(prog="tlt", description="GRPO on Ray and vLLM")
+    parser.add_argument("--version", action="version", version=f"tlt-rl {importlib.metadata.version('tlt-rl')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", parents=[configured], help="train a policy with GRPO")
+    train.add_argument("--json", action="store_true", help="print the summary as one JSON object on the last line")
+    train.set_defaults(command=_train)
+
+    sft = commands.add_parser("sft", parents=[configured], help="make a cold-started model by supervised training")
+    sft.set_defaults(command=_sft)
+
+    config = commands.add_parser("config", help="work with configurations").add_subparsers(required=True)
+    show = config.add_parser("show", parents=[configured], help="print the resolved configuration")
+    show.set_defaults(command=_config_show)
+
+    model = commands.add_parser("model", help="work with models").add_subparsers(required=True)
+    fetch = model.add_parser("fetch", parents=[common], help="put a built-in model into the cache, print its folder")
+    fetch.add_argument("name", help="e.g. smollm2-135m")
+    fetch.set_defaults(command=_model_fetch)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

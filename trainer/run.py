@@ -1,0 +1,248 @@
+"""The parts of one training run, wired together: what TRL calls back into, and what outlives its loop."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from rollout.engine import EngineSpec
+from rollout.placement import ray_session
+from rollout.pool import RolloutPool
+from tlt.config.schema import TrainConfig
+from tlt.observability.json_files import write_json_atomic
+from tlt.observability.logs import adopt_library_loggers
+from tlt.observability.phases import Phase, PhaseClock
+from tlt.observability.progress import Progress, open_view
+from tlt.observability.run_folder import RunFolder
+from tlt.observability.sinks import MetricsWriter, open_metrics
+from tlt.observability.summary import RunSummary, edge_means, paired_stderr
+from tlt.observability.timeline import TimelineWriter
+from tlt.types import SamplingSpec
+from trainer.data import PromptSet, load_prompts, train_dataset
+from trainer.evaluate import Evaluation, evaluate
+from trainer.learner import PoolGRPOTrainer, StepMetrics, build_learner
+from trainer.learner_metrics import learner_metrics
+from trainer.policy import load_tokenizer, resolve_policy, save_policy
+from trainer.rewards import RewardRunner
+from trainer.rollout_driver import RolloutDriver
+from trainer.training_rewards import TrainingRewards
+from trainer.weight_probe import WeightProbe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inputs:
+    """What is read before anything starts."""
+
+    model_path: str
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptSet
+
+
+class TrainingRun:
+    """A run in progress. Everything that it starts closes with the stack that it was given."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: RunFolder,
+        inputs: _Inputs,
+        clock: PhaseClock,
+        progress: Progress,
+        metrics: MetricsWriter,
+        runner: RewardRunner,
+        pool: RolloutPool,
+        timeline: TimelineWriter,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._inputs = inputs
+        self._clock = clock
+        self._progress = progress
+        self._metrics = metrics
+        self._runner = runner
+        self._driver = RolloutDriver(
+            pool,
+            clock=clock,
+            progress=progress,
+            timeline=timeline,
+            probe=WeightProbe(inputs.prompts.train[0].token_ids),
+        )
+        index = inputs.prompts.index()
+        self._rewards = TrainingRewards(runner, index, clock=clock, progress=progress, folder=folder)
+        self._trainer: PoolGRPOTrainer = build_learner(
+            config,
+            model_path=inputs.model_path,
+            tokenizer=inputs.tokenizer,
+            dataset=train_dataset(inputs.prompts.train),
+            source=self._driver,
+            reward_func=self._rewards,
+            output_dir=folder.checkpoints_dir,
+            callbacks=[StepMetrics(self._end_step)],
+            encode=index.__getitem__,
+        )
+        self._driver.attach(self._trainer.model)
+        self._evaluations: list[Evaluation] = []
+        self.completed = False
+        """Every step and the last evaluation are done."""
+
+    @classmethod
+    def start(
+        cls, stack: ExitStack, config: TrainConfig, folder: RunFolder, console: Console, level: int
+    ) -> TrainingRun:
+        """Read the inputs, then start what the run needs: scoring processes, Ray, workers, learner."""
+        clock = PhaseClock()
+        with clock.phase(Phase.START):
+            inputs = _read_inputs(config)
+            adopt_library_loggers(level)
+            metrics = stack.enter_context(open_metrics(folder, config.logging, config.model_dump(mode="json")))
+            timeline = stack.enter_context(TimelineWriter(folder.timeline_path))
+            source = config.data.source
+            tasks = source.tasks if source.kind == "reasoning_gym" else None
+            runner = stack.enter_context(RewardRunner(config.rewards, tasks=tasks))
+            stack.enter_context(ray_session())
+            logger.info("starting %d rollout workers", config.rollout.num_workers)
+            pool = stack.enter_context(
+                RolloutPool.start(config.rollout, _engine_specs(config, inputs.model_path), dtype=config.model.dtype)
+            )
+            progress = stack.enter_context(
+                Progress(
+                    open_view(console), num_steps=config.learner.max_steps, num_workers=config.rollout.num_workers
+                )
+            )
+            run = cls(config, folder, inputs, clock, progress, metrics, runner, pool, timeline)
+            adopt_library_loggers(level)
+        return run
+
+    def train(self) -> None:
+        """All steps."""
+        self._begin_step(1)
+        with self._clock.phase(Phase.LEARN):
+            self._trainer.train()
+
+    def evaluate(self) -> None:
+        """Greedy evaluation of the policy as it is now, on the held-out prompts."""
+        items = self._inputs.prompts.eval
+        if not items:
+            return
+        self._trainer.sync_weights()
+        section = self._config.rollout
+        sampling = SamplingSpec(max_tokens=section.max_completion_length, temperature=0.0, stop=section.stop)
+        step = self._trainer.state.global_step
+        with self._clock.phase(Phase.EVAL):
+            evaluation = evaluate(
+                self._driver.evaluate,
+                items,
+                sampling=sampling,
+                label=f"step{step}",
+                tokenizer=self._inputs.tokenizer,
+                runner=self._runner,
+                rewards=self._config.rewards,
+            )
+        self._evaluations.append(evaluation)
+        result = evaluation.result
+        self._metrics.write(
+            step,
+            {
+                "eval/accuracy": result.accuracy,
+                "eval/format_rate": result.format_rate,
+                "eval/reward": result.reward,
+                "eval/mean_tokens": result.mean_tokens,
+            },
+        )
+        logger.info(
+            "evaluation after step %d: accuracy %.3f, boxed answers %.3f (greedy, %d held-out prompts)",
+            step,
+            result.accuracy,
+            result.format_rate,
+            result.num_prompts,
+        )
+
+    def save(self) -> None:
+        """Write policy and summary; also of a run that failed, once a step is done."""
+        with self._clock.phase(Phase.SAVE):
+            if self.completed or self._trainer.state.global_step > 0:
+                save_policy(
+                    self._trainer.model, self._inputs.tokenizer, self._folder.policy_dir, self._config.model.dtype
+                )
+        write_json_atomic(self._folder.summary_path, self.summary().to_json())
+
+    def summary(self) -> RunSummary:
+        """The run so far."""
+        before, after = (self._evaluations[0], self._evaluations[-1]) if len(self._evaluations) > 1 else (None, None)
+        first = self._evaluations[0].result if self._evaluations else None
+        reward_first5, reward_last5 = edge_means(self._rewards.history)
+        driver = self._driver
+        return RunSummary(
+            completed=self.completed,
+            eval_before=first,
+            eval_after=after.result if after else None,
+            eval_stderr=paired_stderr(before.correct, after.correct) if before and after else None,
+            reward_first5=reward_first5,
+            reward_last5=reward_last5,
+            steps=self._trainer.state.global_step,
+            tokens_per_s=driver.num_tokens / driver.generate_s if driver.generate_s else 0.0,
+            breakdown_s=self._clock.breakdown_s(),
+            idle_s={f"worker-{rank}": seconds for rank, seconds in enumerate(driver.idle_s)},
+            responses=driver.num_responses,
+            workers=self._config.rollout.num_workers,
+            policy_version=driver.policy_version,
+            files=_files(self._folder),
+        )
+
+    def _begin_step(self, step: int) -> None:
+        self._driver.step = self._rewards.step = step
+        self._progress.begin_step(step)
+
+    def _end_step(self, step: int, logged: dict[str, float]) -> None:
+        """TRL has finished a step."""
+        self._metrics.write(step, self._driver.metrics | self._rewards.metrics | learner_metrics(logged))
+        self._progress.end_step(self._rewards.metrics["reward/mean"])
+        if step == self._config.learner.max_steps:
+            return
+        if self._config.eval.every and step % self._config.eval.every == 0:
+            self.evaluate()
+        self._begin_step(step + 1)
+
+
+def _read_inputs(config: TrainConfig) -> _Inputs:
+    model_path = resolve_policy(config.model)
+    tokenizer = load_tokenizer(model_path, config.model)
+    prompts = load_prompts(
+        config.data, num_eval=config.eval.num_prompts, seed=config.run.seed, tokenizer=tokenizer
+    )
+    return _Inputs(model_path=model_path, tokenizer=tokenizer, prompts=prompts)
+
+
+def _engine_specs(config: TrainConfig, model_path: str) -> list[EngineSpec]:
+    return [
+        EngineSpec(
+            model_path=model_path,
+            dtype=config.model.dtype,
+            trust_remote_code=config.model.trust_remote_code,
+            # Workers must not draw the same random numbers for the samples of one prompt.
+            seed=config.run.seed * config.rollout.num_workers + rank,
+            section=config.rollout,
+        )
+        for rank in range(config.rollout.num_workers)
+    ]
+
+
+def _files(folder: RunFolder) -> dict[str, str]:
+    paths: dict[str, Path] = {
+        "run": folder.root,
+        "policy": folder.policy_dir,
+        "metrics": folder.metrics_path,
+        "responses": folder.responses_dir,
+        "summary": folder.summary_path,
+    }
+    return {name: str(path) for name, path in paths.items()}

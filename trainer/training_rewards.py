@@ -1,0 +1,90 @@
+"""The reward function that TRL calls: scores a rollout, writes the responses down, counts what went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tlt.observability.json_files import JsonLinesWriter
+from tlt.observability.metrics import Mean, reduce_metrics
+from tlt.observability.phases import Phase, PhaseClock
+from tlt.observability.progress import Progress
+from tlt.observability.run_folder import RunFolder
+from trainer.data import PromptIndex, PromptItem
+from trainer.rewards import RewardBatch, RewardRunner
+
+Completion = list[dict[str, str]]
+"""TRL's form of a response to a chat prompt: one assistant message."""
+
+
+class TrainingRewards:
+    """Called by TRL once per rollout, in the driver; the scoring itself happens in other processes."""
+
+    __name__ = "reward"
+    """TRL names its columns and metrics after the function."""
+
+    def __init__(
+        self,
+        runner: RewardRunner,
+        index: PromptIndex,
+        *,
+        clock: PhaseClock,
+        progress: Progress,
+        folder: RunFolder,
+    ) -> None:
+        self._runner = runner
+        self._index = index
+        self._clock = clock
+        self._progress = progress
+        self._folder = folder
+        self.step = 0
+        """Training step that the next rollout belongs to."""
+        self.metrics: dict[str, float] = {}
+        """Of the last rollout, under their final names."""
+        self.history: list[float] = []
+        """Mean reward of each rollout."""
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any) -> list[float]:
+        """One reward per response. ``columns`` has what the rollout function returned beside the tokens."""
+        with self._clock.phase(Phase.REWARD):
+            self._progress.enter(Phase.REWARD)
+            items = [self._index[prompt] for prompt in prompts]
+            texts = [completion[0]["content"] for completion in completions]
+            batch = self._runner.score(items, texts)
+            self._book(batch, columns)
+            self._write(items, texts, batch, columns)
+        return list(batch.total)
+
+    def _book(self, batch: RewardBatch, columns: dict[str, Any]) -> None:
+        mean = Mean.of(batch.total)
+        self.history.append(mean.value)
+        means = {f"reward/{name.replace(':', '.')}": Mean.of(scores) for name, scores in batch.by_function.items()}
+        truncated = Mean.of([float(reason == "length") for reason in columns["finish_reason"]])
+        self.metrics = {
+            "reward/mean": mean.value,
+            **reduce_metrics(means),
+            "reward/errors_count": sum(batch.errors.values()),
+            "reward/timeouts_count": sum(batch.timeouts.values()),
+            "reward/seconds_s": batch.seconds,
+            "rollout/truncated_share": truncated.value,
+            "rollout/mean_tokens": Mean.of([float(len(ids)) for ids in columns["completion_ids"]]).value,
+        }
+
+    def _write(
+        self, items: Sequence[PromptItem], texts: Sequence[str], batch: RewardBatch, columns: dict[str, Any]
+    ) -> None:
+        with JsonLinesWriter(self._folder.responses_dir / f"step-{self.step:06d}.jsonl", durable=False) as lines:
+            for row, (item, text) in enumerate(zip(items, texts, strict=True)):
+                lines.write(
+                    {
+                        "prompt_key": item.key,
+                        "messages": list(item.messages),
+                        "answer": item.answer,
+                        "completion": text,
+                        "num_tokens": len(columns["completion_ids"][row]),
+                        "finish_reason": str(columns["finish_reason"][row]),
+                        "policy_version": columns["policy_version"][row],
+                        "reward": batch.total[row],
+                        "rewards": {name: scores[row] for name, scores in batch.by_function.items()},
+                    }
+                )
