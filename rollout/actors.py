@@ -53,8 +53,8 @@ class RolloutActor(RolloutWorker):
         """The worker loop, on ``cores`` if given; returns when stopped."""
         if cores is not None:
             # Before torch is imported, so that it sizes its thread pool by them. Ray's threads already exist.
-            for thread in os.listdir("/proc/self/task"):
-                os.sched_setaffinity(int(thread), cores)
+            for thread in Path("/proc/self/task").iterdir():
+                os.sched_setaffinity(int(thread.name), cores)
         self.run(factory.build)
 
 

@@ -22,9 +22,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # Cores are given to the process (rollout.actors); vLLM must not pin its threads a second time.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: E402
-from vllm.outputs import RequestOutput  # noqa: E402
-from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
 
 _GIB = 1 << 30
 _MIN_BATCHED_TOKENS = 2048

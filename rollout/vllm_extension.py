@@ -5,24 +5,19 @@ vLLM mixes this class into its worker; methods are called with ``collective_rpc`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollout.vllm_compat import repair_stale_lm_head
 from rollout.weight_sync import WeightPacket
 
-if TYPE_CHECKING:
-    from vllm.v1.worker.worker_base import WorkerBase
 
-    _Base = WorkerBase
-else:
-    _Base = object
-
-
-class PolicyExtension(_Base):
+class PolicyExtension:
     """Policy weight updates; method names carry a prefix because they share a namespace with vLLM's own."""
+
+    model_runner: Any
+    """Set by vLLM's worker, which this class is mixed into."""
 
     def tlt_load_policy(self, packet: WeightPacket) -> None:
         """Replace the target model's weights on this rank (each rank takes its own shard of the full tensors)."""
-        runner: Any = self.model_runner
-        runner.reload_weights(weights_iterator=iter(packet.tensors()), is_checkpoint_format=True)
-        repair_stale_lm_head(runner.get_model())
+        self.model_runner.reload_weights(weights_iterator=iter(packet.tensors()), is_checkpoint_format=True)
+        repair_stale_lm_head(self.model_runner.get_model())

@@ -107,7 +107,7 @@ class RolloutWorker:
     def _apply(self, engine: RolloutEngine, command: _Command) -> None:
         try:
             result = command.apply(engine)
-        except Exception as error:  # noqa: BLE001 actor edge: the caller gets the error through the future
+        except Exception as error:  # actor edge: the caller gets the error through the future
             logger.exception("worker %d: a command failed", self._rank)
             command.future.set_exception(error)
         else:

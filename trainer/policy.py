@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,6 +56,6 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
         tokenizer.save_pretrained(part)
         if folder.exists():
             shutil.rmtree(folder)
-        os.rename(part, folder)
+        part.rename(folder)
     except OSError as error:
         raise TltError(f"cannot write the policy to {folder}: {error}; free some space on that disk") from error

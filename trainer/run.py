@@ -23,7 +23,7 @@ from tlt.observability.sinks import MetricsWriter, open_metrics
 from tlt.observability.summary import RunSummary, edge_means, paired_stderr
 from tlt.observability.timeline import TimelineWriter
 from tlt.types import SamplingSpec
-from trainer.data import PromptSet, load_prompts, train_dataset
+from trainer.data import PromptItem, PromptSet, load_prompts, train_dataset
 from trainer.evaluate import Evaluation, evaluate
 from trainer.learner import PoolGRPOTrainer, StepMetrics, build_learner
 from trainer.learner_metrics import learner_metrics
@@ -31,6 +31,7 @@ from trainer.policy import load_tokenizer, resolve_policy, save_policy
 from trainer.rewards import RewardRunner
 from trainer.rollout_driver import RolloutDriver
 from trainer.training_rewards import TrainingRewards
+from trainer.trl_adapter import Prompt
 from trainer.weight_probe import WeightProbe
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ class TrainingRun:
             timeline=timeline,
             probe=WeightProbe(inputs.prompts.train[0].token_ids),
         )
-        index = inputs.prompts.index()
-        self._rewards = TrainingRewards(runner, index, clock=clock, progress=progress, folder=folder)
+        self._index = inputs.prompts.index()
+        self._rewards = TrainingRewards(runner, self._index, clock=clock, progress=progress, folder=folder)
         self._trainer: PoolGRPOTrainer = build_learner(
             config,
             model_path=inputs.model_path,
@@ -88,7 +89,7 @@ class TrainingRun:
             reward_func=self._rewards,
             output_dir=folder.checkpoints_dir,
             callbacks=[StepMetrics(self._end_step)],
-            encode=index.__getitem__,
+            encode=self._encode,
         )
         self._driver.attach(self._trainer.model)
         self._evaluations: list[Evaluation] = []
@@ -115,9 +116,7 @@ class TrainingRun:
                 RolloutPool.start(config.rollout, _engine_specs(config, inputs.model_path), dtype=config.model.dtype)
             )
             progress = stack.enter_context(
-                Progress(
-                    open_view(console), num_steps=config.learner.max_steps, num_workers=config.rollout.num_workers
-                )
+                Progress(open_view(console), num_steps=config.learner.max_steps, num_workers=config.rollout.num_workers)
             )
             run = cls(config, folder, inputs, clock, progress, metrics, runner, pool, timeline)
             adopt_library_loggers(level)
@@ -199,6 +198,10 @@ class TrainingRun:
             files=_files(self._folder),
         )
 
+    def _encode(self, prompt: Prompt) -> PromptItem:
+        assert not isinstance(prompt, str), "prompts of a run are messages"
+        return self._index[prompt]
+
     def _begin_step(self, step: int) -> None:
         self._driver.step = self._rewards.step = step
         self._progress.begin_step(step)
@@ -217,9 +220,7 @@ class TrainingRun:
 def _read_inputs(config: TrainConfig) -> _Inputs:
     model_path = resolve_policy(config.model)
     tokenizer = load_tokenizer(model_path, config.model)
-    prompts = load_prompts(
-        config.data, num_eval=config.eval.num_prompts, seed=config.run.seed, tokenizer=tokenizer
-    )
+    prompts = load_prompts(config.data, num_eval=config.eval.num_prompts, seed=config.run.seed, tokenizer=tokenizer)
     return _Inputs(model_path=model_path, tokenizer=tokenizer, prompts=prompts)
 
 

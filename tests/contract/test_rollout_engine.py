@@ -23,9 +23,7 @@ def engine(request: pytest.FixtureRequest, tiny_llama_dir: Path) -> Iterator[Rol
         yield FakeEngineFactory(max_model_len=MAX_LEN, max_num_seqs=4).build()
         return
     section = RolloutSection(enforce_eager=True, max_model_len=MAX_LEN, max_num_seqs=4, kv_cache_gib=0.1)
-    spec = EngineSpec(
-        model_path=str(tiny_llama_dir), dtype="float32", trust_remote_code=False, seed=0, section=section
-    )
+    spec = EngineSpec(model_path=str(tiny_llama_dir), dtype="float32", trust_remote_code=False, seed=0, section=section)
     built = spec.build()
     yield built
     built.close()

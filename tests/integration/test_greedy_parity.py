@@ -27,9 +27,7 @@ TIE = 1e-3
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None, tiny_llama_dir: Path) -> Iterator[RolloutPool]:
     section = RolloutSection(enforce_eager=True, max_model_len=128, max_num_seqs=8, kv_cache_gib=0.1)
-    spec = EngineSpec(
-        model_path=str(tiny_llama_dir), dtype="float32", trust_remote_code=False, seed=0, section=section
-    )
+    spec = EngineSpec(model_path=str(tiny_llama_dir), dtype="float32", trust_remote_code=False, seed=0, section=section)
     with RolloutPool.start(section, [spec, spec], dtype="float32") as started:
         yield started
 

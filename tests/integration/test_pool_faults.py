@@ -71,9 +71,7 @@ def test_responses_carry_the_version_of_the_weights() -> None:
 @pytest.mark.parametrize("fault", ["die_at_step", "hang_at_step"])
 def test_one_failure_is_survived_with_the_current_weights(fault: str, tmp_path: Path) -> None:
     """Catches lost requests of a dead or stuck worker, and a replacement that starts from the old weights."""
-    faulty = FakeEngineFactory(
-        lengths=LENGTHS, max_num_seqs=4, fault_marker=str(tmp_path / "fault"), **{fault: 5}
-    )
+    faulty = FakeEngineFactory(lengths=LENGTHS, max_num_seqs=4, fault_marker=str(tmp_path / "fault"), **{fault: 5})
     with RolloutPool.start(SECTION, factories(2, faulty)) as pool:
         pool.sync_weights({"w": _tensor()})
         asked = requests()

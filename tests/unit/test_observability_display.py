@@ -286,9 +286,7 @@ def test_summary_json_is_readable_by_a_machine(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     write_json_atomic(path, summary().to_json())
     data = json.loads(path.read_text())
-    wanted = (
-        "eval_before eval_after eval_stderr reward_first5 reward_last5 steps tokens_per_s wall_s breakdown_s"
-    )
+    wanted = "eval_before eval_after eval_stderr reward_first5 reward_last5 steps tokens_per_s wall_s breakdown_s"
     assert set(wanted.split()) | {"responses", "workers", "policy_version"} <= set(data)
     assert data["eval_after"] - data["eval_before"] == pytest.approx(0.14)
     assert data["eval"]["after"]["format_rate"] == 1.0

@@ -103,8 +103,7 @@ def test_every_line_is_strict_json_at_once(tmp_path: Path) -> None:
     writer.close()
     time_unix_s = {"time_unix_s": 1700000000.5}
     assert lines == [
-        {"step": 1, "reward/mean": None, "learn/grad_norm": None, "rollout/responses_count": 64}
-        | time_unix_s,
+        {"step": 1, "reward/mean": None, "learn/grad_norm": None, "rollout/responses_count": 64} | time_unix_s,
         {"step": 2, "reward/mean": 0.5, "rollout/responses_count": 64} | time_unix_s,
     ]
 
@@ -292,9 +291,7 @@ def test_observability_imports_nothing_heavy_or_optional() -> None:
     modules = [f"tlt.observability.{path.stem}" for path in _sources() if path.stem != "__init__"]
     heavy = ("torch", "ray", "vllm", "transformers", "wandb", "tensorboard")
     code = f"import sys, {', '.join(modules)}; print([m for m in {heavy} if m in sys.modules])"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=_ROOT, check=False
-    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=_ROOT, check=False)
     assert (result.stdout.strip(), result.stderr) == ("[]", "")
 
 

@@ -97,6 +97,5 @@ class JsonLinesWriter:
 
 def _cannot_write(path: Path, error: OSError) -> TltError:
     return TltError(
-        f"cannot write {path}: {error.strerror or error}; "
-        "free disk space or choose another run.dir, then start again"
+        f"cannot write {path}: {error.strerror or error}; free disk space or choose another run.dir, then start again"
     )

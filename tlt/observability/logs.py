@@ -40,24 +40,14 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print the record."""
-        style = (
-            "bold red"
-            if record.levelno >= logging.ERROR
-            else "yellow"
-            if record.levelno >= logging.WARNING
-            else ""
-        )
+        style = "bold red" if record.levelno >= logging.ERROR else "yellow" if record.levelno >= logging.WARNING else ""
         try:
-            self._console.print(
-                self.format(record), style=style, markup=False, highlight=False, soft_wrap=True
-            )
+            self._console.print(self.format(record), style=style, markup=False, highlight=False, soft_wrap=True)
         except Exception:  # noqa: BLE001 logging's contract: a handler reports its own failure and never raises
             self.handleError(record)
 
 
-def setup_logging(
-    level: int = logging.INFO, log_file: Path | None = None, console: Console | None = None
-) -> Console:
+def setup_logging(level: int = logging.INFO, log_file: Path | None = None, console: Console | None = None) -> Console:
     """Send our log lines from ``level`` up to stderr and all of them to ``log_file``.
 
     Other libraries are heard from WARNING up, or with ``level=DEBUG`` from INFO up. May be called again,

@@ -187,9 +187,7 @@ class Progress:
             progress.end_step(reward=0.4)
     """
 
-    def __init__(
-        self, view: ProgressView, *, num_steps: int, num_workers: int, clock: Clock = time.monotonic
-    ) -> None:
+    def __init__(self, view: ProgressView, *, num_steps: int, num_workers: int, clock: Clock = time.monotonic) -> None:
         """The view must read the same ``clock``."""
         self._view = view
         self._clock = clock

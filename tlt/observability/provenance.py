@@ -55,9 +55,7 @@ def git_state(checkout: Path) -> dict[str, Any] | None:
         return None
     command = ["git", "-C", str(checkout), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        lines = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.splitlines()
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return None
     shas = [line.removeprefix("# branch.oid ") for line in lines if line.startswith("# branch.oid ")]

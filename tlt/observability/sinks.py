@@ -66,9 +66,7 @@ class TensorBoardSink:
     def write(self, step: int, time_unix_s: float, metrics: Mapping[str, float]) -> None:
         """One scalar per metric."""
         values = [self._summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
-        self._writer.add_event(
-            self._event(step=step, wall_time=time_unix_s, summary=self._summary(value=values))
-        )
+        self._writer.add_event(self._event(step=step, wall_time=time_unix_s, summary=self._summary(value=values)))
         self._writer.flush()
 
     def close(self) -> None:
@@ -162,9 +160,7 @@ def check_sinks(config: LoggingSection) -> None:
         _import_optional("wandb", "wandb")
 
 
-def open_metrics(
-    folder: RunFolder, config: LoggingSection, resolved_config: Mapping[str, Any]
-) -> MetricsWriter:
+def open_metrics(folder: RunFolder, config: LoggingSection, resolved_config: Mapping[str, Any]) -> MetricsWriter:
     """The writer of a run with the sinks of ``config``; ``ConfigError`` for one that cannot start."""
     check_sinks(config)
     optional: list[MetricSink] = []

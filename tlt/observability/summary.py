@@ -128,9 +128,7 @@ def render_summary(summary: RunSummary) -> Table:
         table.add_row("eval mean tokens", _change(before.mean_tokens, after.mean_tokens, digits=1))
         table.add_row("eval prompts", str(after.num_prompts))
     if summary.reward_first5 is not None and summary.reward_last5 is not None:
-        table.add_row(
-            "training reward", f"{_change(summary.reward_first5, summary.reward_last5)}  (5-step means)"
-        )
+        table.add_row("training reward", f"{_change(summary.reward_first5, summary.reward_last5)}  (5-step means)")
     table.add_section()
     table.add_row("steps", str(summary.steps))
     table.add_row("responses", str(summary.responses))
