@@ -53,6 +53,7 @@ class PoolGRPOTrainer(GRPOTrainer):
         self.vllm_generation = WeightPusher(source, self.model)
         self._last_loaded_step = -1
         self._plain_logits = scores_plain_logits(self.model)
+        self._needs_gradient: torch.Tensor | None = None
 
     def sync_weights(self) -> int:
         """Push the current weights now, e.g. to evaluate after the last step; returns the policy version."""
@@ -62,6 +63,20 @@ class PoolGRPOTrainer(GRPOTrainer):
 
     def _send_telemetry(self) -> None:
         """Nothing leaves the machine."""
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        """As TRL's, told which rows can have a gradient at all."""
+        # A KL term, the only other source of gradient that we configure, reaches rows of advantage 0 too.
+        if self.beta == 0.0:
+            needs_gradient = inputs["advantages"] != 0  # [num_rows]
+            # The loss must hang on the weights even if no row does.
+            needs_gradient[0] |= not needs_gradient.any()
+            self._needs_gradient = needs_gradient
+        try:
+            loss: torch.Tensor = super()._compute_loss(model, inputs)
+        finally:
+            self._needs_gradient = None
+        return loss
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -100,6 +115,7 @@ class PoolGRPOTrainer(GRPOTrainer):
             rows_per_pass=batch_size or len(input_ids),
             temperature=self.temperature,
             autocast=self.accelerator.autocast,
+            needs_gradient=self._needs_gradient,
         )
         return logps, entropies if compute_entropy else None, None
 

@@ -3,7 +3,8 @@
 TRL's fused LM head projects every position, prompt and padding included, onto the vocabulary when there is no
 Triton, and does the two matrix products of its backward pass in float32. With a small model, whose vocabulary is a
 large part of it, that makes a GRPO step about 1.6 times as long. Here padding columns are cut off, rows of like
-length share a pass, and only scored tokens reach the LM head.
+length share a pass, and only scored tokens reach the LM head. Rows whose gradient is zero anyway (advantage 0: all
+samples of their prompt got the same reward) skip the backward pass.
 """
 
 from __future__ import annotations
@@ -42,20 +43,32 @@ def completion_logprobs(
     rows_per_pass: int,
     temperature: float,
     autocast: Callable[[], AbstractContextManager[None]],
+    needs_gradient: torch.Tensor | None = None,  # [num_rows], bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability (with gradient) and entropy in nats (without) of the last ``num_completion`` columns.
 
     Both are [num_rows, num_completion], float32, of the distribution after ``temperature``, and 0 where
-    ``attention_mask`` is 0. Prompts are padded on the left, completions on the right.
+    ``attention_mask`` is 0. Prompts are padded on the left, completions on the right. Rows outside
+    ``needs_gradient`` get values only, which spares their backward pass.
     """
     lengths = attention_mask[:, -num_completion:].sum(1)
     order = torch.argsort(lengths, stable=True)  # [num_rows]
+    wanted = torch.ones_like(lengths, dtype=torch.bool) if needs_gradient is None else needs_gradient
+    passes = [
+        (rows, gradient)
+        for gradient, part in ((True, order[wanted[order]]), (False, order[~wanted[order]]))
+        for rows in part.split(rows_per_pass)
+        if len(rows)
+    ]
     logps, entropies = [], []
-    for rows in order.split(rows_per_pass):
-        logp, entropy = _one_pass(model, input_ids[rows], attention_mask[rows], num_completion, temperature, autocast)
+    for rows, gradient in passes:
+        with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
+            logp, entropy = _one_pass(
+                model, input_ids[rows], attention_mask[rows], num_completion, temperature, autocast
+            )
         logps.append(logp)
         entropies.append(entropy)
-    original = torch.argsort(order)
+    original = torch.argsort(torch.cat([rows for rows, _ in passes]))
     return torch.cat(logps)[original], torch.cat(entropies)[original]
 
 

@@ -81,3 +81,18 @@ def test_models_that_transform_logits_are_told_apart(model: PreTrainedModel) -> 
     assert not scores_plain_logits(model)
     model.config = LlamaConfig()
     assert scores_plain_logits(model)
+
+
+def test_rows_without_gradient_have_equal_values_and_leave_the_rest_alone(model: PreTrainedModel) -> None:
+    """Catches values of skipped rows that go missing or to another row, and gradient that they still receive."""
+    ids, mask = batch()
+    needs = torch.tensor([True, False, False, True, True])
+    arguments = {"rows_per_pass": 2, "temperature": TEMPERATURE, "autocast": nullcontext}
+    full, full_entropy = completion_logprobs(model, ids, mask, NUM_COMPLETION, **arguments)
+    expected = torch.autograd.grad(full[needs].sum(), model.get_input_embeddings().weight)[0]
+    part, part_entropy = completion_logprobs(model, ids, mask, NUM_COMPLETION, needs_gradient=needs, **arguments)
+    torch.testing.assert_close(part, full)
+    torch.testing.assert_close(part_entropy, full_entropy)
+    actual = torch.autograd.grad(part.sum(), model.get_input_embeddings().weight)[0]
+    # The rows share other passes now, so sums are rounded in another order.
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
