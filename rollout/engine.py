@@ -94,10 +94,11 @@ class EngineSpec:
 
     model_path: str
     """Local folder, or hub id."""
-    dtype: str
-    trust_remote_code: bool
-    seed: int
     section: RolloutSection
+    dtype: str = "bfloat16"
+    trust_remote_code: bool = False
+    seed: int = 0
+    """Give each worker another one, or they draw the same responses for the samples of a prompt."""
 
     def build(self) -> RolloutEngine:
         """Start vLLM: seconds when eager, about a minute when compiled."""

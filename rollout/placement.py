@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +26,8 @@ def ray_session(*, quiet: bool = True) -> Iterator[None]:
     """Join the cluster of ``RAY_ADDRESS``, or start one on this machine; leave or stop it at the end."""
     # Ray runs workers at nice 15 by default; a rollout engine is no background job.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # It also warns that its token authentication is on, which is how it should be.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     address = os.environ.get("RAY_ADDRESS")
     try:
         ray.init(
@@ -36,10 +40,18 @@ def ray_session(*, quiet: bool = True) -> Iterator[None]:
         where = f"the Ray cluster at RAY_ADDRESS={address}" if address else "a Ray cluster on this machine"
         remedy = "check the address, or unset RAY_ADDRESS to start a local one" if address else "see the cause above"
         raise PlacementError(f"cannot use {where}: {error}; {remedy}") from error
+    _take_back_signals()
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _take_back_signals() -> None:
+    """``ray.init`` puts a native crash handler on SIGTERM, which prints a stack trace and ends the process there."""
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.getsignal(signum))
 
 
 @contextmanager

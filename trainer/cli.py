@@ -9,6 +9,7 @@ import argparse
 import importlib.metadata
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, _terminate)
+    # Read when the libraries are imported: their bars would tear the live display, and nothing leaves the machine.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     setup_logging(_level(arguments))
     try:
         arguments.command(arguments)

@@ -16,6 +16,7 @@ from tlt.observability.phases import Phase, PhaseClock
 from tlt.observability.progress import Progress
 from tlt.observability.timeline import Span, SpanKind, TimelineWriter
 from tlt.types import Response, RolloutRequest
+from trainer.trl_adapter import WeightPusher
 from trainer.weight_probe import WeightProbe, learner_logprobs
 
 if TYPE_CHECKING:
@@ -64,6 +65,21 @@ class RolloutDriver:
         """The learner's model: what the weight probe compares the engines with."""
         self._model = model
 
+    def prove_updates(self, pusher: WeightPusher) -> None:
+        """Show, before it matters, that an update reaches every layer of every engine.
+
+        All weights are halved, pushed, checked, and doubled again. Halving is exact in floating point, so the
+        policy is what it was; and unlike a training step it moves every log-probability far beyond rounding.
+
+        Raises:
+            StaleWeightsError: an engine goes on using old weights.
+        """
+        assert self._model is not None
+        for factor in (1.0, 0.5, 2.0):
+            for parameter in self._model.parameters():
+                parameter.data.mul_(factor)
+            pusher.sync_weights()
+
     def sync_weights(self, state: Mapping[str, torch.Tensor]) -> int:
         """Push the learner's weights to every worker and check that they are used; returns the policy version."""
         with self._clock.phase(Phase.SYNC):
@@ -72,14 +88,13 @@ class RolloutDriver:
             version = self._pool.sync_weights(state)
             end = time.monotonic()
             self._write_spans(SpanKind.SYNC, begin, end)
-            self.metrics["sync/seconds_s"] = end - begin
+            self.metrics = {"sync/seconds_s": end - begin, "policy/version": version}
             if self._model is not None:
                 expected = learner_logprobs(self._model, self._probe.token_ids)
                 result = self._probe.check(expected, self._pool.score(self._probe.token_ids), version)
                 self.metrics["sync/probe_rms_nats"] = result.rms_nats
                 if result.slope is not None:
                     self.metrics["sync/probe_slope"] = result.slope
-        self.metrics["policy/version"] = version
         return version
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Response]:
@@ -99,6 +114,7 @@ class RolloutDriver:
             "rollout/idle_share": sum(idle) / (wall * len(idle)),
             "rollout/num_restarts": self._pool.num_restarts,
         }
+        self._progress.enter(Phase.LEARN)
         return responses
 
     def evaluate(self, requests: Sequence[RolloutRequest]) -> list[Response]:

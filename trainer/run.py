@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PROBE_TOKENS = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inputs:
@@ -76,7 +78,7 @@ class TrainingRun:
             clock=clock,
             progress=progress,
             timeline=timeline,
-            probe=WeightProbe(inputs.prompts.train[0].token_ids),
+            probe=WeightProbe(_probe_text(inputs.prompts, config.rollout.max_model_len)),
         )
         self._index = inputs.prompts.index()
         self._rewards = TrainingRewards(runner, self._index, clock=clock, progress=progress, folder=folder)
@@ -119,6 +121,7 @@ class TrainingRun:
                 Progress(open_view(console), num_steps=config.learner.max_steps, num_workers=config.rollout.num_workers)
             )
             run = cls(config, folder, inputs, clock, progress, metrics, runner, pool, timeline)
+            run._driver.prove_updates(run._trainer.vllm_generation)
             adopt_library_loggers(level)
         return run
 
@@ -222,6 +225,13 @@ def _read_inputs(config: TrainConfig) -> _Inputs:
     tokenizer = load_tokenizer(model_path, config.model)
     prompts = load_prompts(config.data, num_eval=config.eval.num_prompts, seed=config.run.seed, tokenizer=tokenizer)
     return _Inputs(model_path=model_path, tokenizer=tokenizer, prompts=prompts)
+
+
+def _probe_text(prompts: PromptSet, max_model_len: int) -> list[int]:
+    """Some prompts in a row: the more tokens, the smaller the updates that the weight probe can judge."""
+    tokens = [token for item in prompts.train[:8] for token in item.token_ids]
+    # The engine generates one token behind the text that it scores.
+    return tokens[: min(_PROBE_TOKENS, max_model_len - 1)]
 
 
 def _engine_specs(config: TrainConfig, model_path: str) -> list[EngineSpec]:

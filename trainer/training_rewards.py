@@ -53,6 +53,7 @@ class TrainingRewards:
             batch = self._runner.score(items, texts)
             self._book(batch, columns)
             self._write(items, texts, batch, columns)
+        self._progress.enter(Phase.LEARN)
         return list(batch.total)
 
     def _book(self, batch: RewardBatch, columns: dict[str, Any]) -> None:

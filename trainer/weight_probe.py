@@ -2,9 +2,11 @@
 
 An engine that keeps an old copy somewhere (a packed matrix, a captured graph) goes on producing fluent text, so
 nothing fails; the run just trains on samples of another policy. The probe compares how the log-probabilities of one
-fixed text *moved*: in the learner, from the last checked weights to the new ones, and in the engine. With m the
-learner's movement and e the engine's, the slope <e, m> / <m, m> is 1 for an engine that follows and 0 for one that
-stands still. Movement, not value, because rounding differs between the two and would hide small updates.
+fixed text *moved* since the last verdict: with m the learner's movement and e the engine's, the slope
+<e, m> / <m, m> is 1 for an engine that follows and 0 for one that stands still.
+
+Rounding (the engine's weights have fewer bits) moves the engine too, by about the gap between it and the learner.
+So updates smaller than several gaps are not judged; they add up until they are larger, and the limit leaves room.
 """
 
 from __future__ import annotations
@@ -24,10 +26,9 @@ if TYPE_CHECKING:
 
 Logprobs = NDArray[np.float64]
 
-_MIN_SLOPE = 0.5
-"""Half way between following and standing still."""
-_SIGMAS = 3.0
-"""The slope must be below the limit by this many standard errors: no verdict on an update lost in rounding noise."""
+_MIN_SLOPE = 0.25
+_MIN_MOVEMENT = 4.0
+"""Smallest movement that is judged, in units of the largest gap between engine and learner so far."""
 _MAX_RMS_NATS = 2.0
 """Rounding differs by about 0.1 nats in bfloat16; other weights, or a wrong conversion, by several."""
 
@@ -39,7 +40,7 @@ class ProbeResult:
     rms_nats: float
     """Root mean square of engine minus learner log-probabilities."""
     slope: float | None
-    """How far the engine followed the update; None while the update is too small to tell."""
+    """How far the engine followed the learner; None while the learner has not moved enough to tell."""
 
 
 class WeightProbe:
@@ -50,6 +51,8 @@ class WeightProbe:
         self.token_ids = tuple(token_ids)
         self._learner: Logprobs | None = None
         self._engines: list[Logprobs] = []
+        self._gap = 0.0
+        """Largest root mean square of engine minus learner at any base."""
 
     def check(self, learner: Logprobs, engines: Sequence[Sequence[float]], version: int) -> ProbeResult:
         """Compare after an update; ``learner`` and each of ``engines`` (one per worker) are [num_tokens - 1].
@@ -68,29 +71,25 @@ class WeightProbe:
         slopes = self._slopes(learner, values, version)
         if slopes is not None or self._learner is None:
             # An update too small to judge leaves the base as it is: movements add up until they can be judged.
-            self._learner, self._engines = learner, values
+            self._learner, self._engines, self._gap = learner, values, max(self._gap, *rms)
         return ProbeResult(rms_nats=max(rms), slope=None if slopes is None else min(slopes))
 
     def _slopes(self, learner: Logprobs, engines: list[Logprobs], version: int) -> list[float] | None:
         if self._learner is None:
             return None
         movement = learner - self._learner
-        size = float(movement @ movement)
-        if size == 0.0:
+        if _rms(movement) <= _MIN_MOVEMENT * self._gap:
             return None
-        slopes = []
-        for worker, (engine, base) in enumerate(zip(engines, self._engines, strict=True)):
-            followed = engine - base
-            slope = float(followed @ movement) / size
-            error = _rms(followed - slope * movement) / math.sqrt(size)
-            if slope + _SIGMAS * error < _MIN_SLOPE:
+        slopes = [
+            float((engine - base) @ movement / (movement @ movement))
+            for engine, base in zip(engines, self._engines, strict=True)
+        ]
+        for worker, slope in enumerate(slopes):
+            if slope < _MIN_SLOPE:
                 raise StaleWeightsError(
-                    f"worker {worker} does not use the weights of policy version {version}: its log-probabilities "
-                    f"followed the update by {slope:.2f} +- {error:.2f} of what the learner's did (1 is right)"
+                    f"worker {worker} does not use the weights of policy version {version}: its log-probabilities of "
+                    f"the probe text followed the learner's by {slope:.2f} (1 is right, under {_MIN_SLOPE} is an error)"
                 )
-            if _SIGMAS * error > _MIN_SLOPE:
-                return None
-            slopes.append(slope)
         return slopes
 
 

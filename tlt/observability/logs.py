@@ -94,3 +94,5 @@ def adopt_library_loggers(level: int) -> None:
         library.handlers.clear()
         library.propagate = True
         library.setLevel(logging.INFO if level <= logging.DEBUG else logging.WARNING)
+    # vLLM warns on every CPU machine that Triton has no CPU backend; it needs none there.
+    logging.getLogger("vllm.triton_utils").setLevel(logging.ERROR)

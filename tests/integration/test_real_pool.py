@@ -1,4 +1,4 @@
-"""The pool's engines compute what ``transformers`` computes, before and after a weight update."""
+"""The pool with real engines: computes what ``transformers`` computes, and serves a plain TRL trainer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rollout.engine import EngineSpec
-from rollout.pool import RolloutPool
-from tlt.config.schema import RolloutSection
+from rollout import EngineSpec, RolloutPool, RolloutSection
 from tlt.types import Response, RolloutRequest, SamplingSpec
 
 if TYPE_CHECKING:
@@ -99,3 +97,49 @@ def test_greedy_output_equals_transformers_before_and_after_an_update(
     after = check_all(pool, model, "after")
     changed = sum(a.token_ids != b.token_ids for a, b in zip(before, after, strict=True))
     assert changed > NUM_PROMPTS // 2, "the update was too small for this test to mean anything"
+
+
+def test_a_plain_trl_trainer_generates_with_the_pool(
+    pool: RolloutPool, model: PreTrainedModel, tiny_llama_dir: Path, tmp_path: Path
+) -> None:
+    """README's example with a real pool. Catches a hand-over that only the scripted source of the unit tests survives.
+
+    After the last step the engines must still have the weights that the last rollout used: one push per step.
+    """
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    from trainer.trl_adapter import make_rollout_func
+
+    versions: list[int] = []
+
+    def reward(completions: list[str], policy_version: list[int], **_: object) -> list[float]:
+        versions.append(policy_version[0])
+        return [float(len(text)) for text in completions]
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
+    sampling = SamplingSpec(max_tokens=8)
+    args = GRPOConfig(
+        str(tmp_path),
+        max_completion_length=8,
+        per_device_train_batch_size=4,
+        num_generations=2,
+        max_steps=2,
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    before = pool.policy_version
+    GRPOTrainer(
+        str(tiny_llama_dir),
+        reward,
+        args,
+        Dataset.from_dict({"prompt": [f"{i} + {i} =" for i in range(8)]}),
+        processing_class=tokenizer,
+        rollout_func=make_rollout_func(pool, tokenizer, sampling),
+    ).train()
+    assert versions == [before + 1, before + 2]
+    assert pool.policy_version == before + 2
