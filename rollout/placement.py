@@ -19,6 +19,7 @@ from tlt.errors import PlacementError
 logger = logging.getLogger(__name__)
 
 _REPORT_EVERY_S = 5.0
+_START_ATTEMPTS = 3
 
 
 @contextmanager
@@ -28,23 +29,33 @@ def ray_session(*, quiet: bool = True) -> Iterator[None]:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # It also warns that its token authentication is on, which is how it should be.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    address = os.environ.get("RAY_ADDRESS")
-    try:
-        ray.init(
-            address=address,
-            include_dashboard=False if address is None else None,
-            log_to_driver=not quiet,
-            logging_level=logging.WARNING,
-        )
-    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        where = f"the Ray cluster at RAY_ADDRESS={address}" if address else "a Ray cluster on this machine"
-        remedy = "check the address, or unset RAY_ADDRESS to start a local one" if address else "see the cause above"
-        raise PlacementError(f"cannot use {where}: {error}; {remedy}") from error
+    _connect(os.environ.get("RAY_ADDRESS"), quiet=quiet)
     _take_back_signals()
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _connect(address: str | None, *, quiet: bool) -> None:
+    where = f"the Ray cluster at RAY_ADDRESS={address}" if address else "a Ray cluster on this machine"
+    for attempts_left in reversed(range(_START_ATTEMPTS)):
+        try:
+            ray.init(
+                address=address,
+                include_dashboard=False if address is None else None,
+                log_to_driver=not quiet,
+                logging_level=logging.WARNING,
+            )
+        except Exception as error:  # Ray raises bare Exceptions when it cannot start
+            ray.shutdown()
+            # A loaded machine may miss the 30 s that Ray gives its own processes to come up.
+            if address is None and attempts_left and "timed out during startup" in str(error):
+                logger.warning("Ray did not come up in time (%s); trying again", error)
+                continue
+            remedy = "check the address, or unset RAY_ADDRESS to start a local one" if address else "see the cause"
+            raise PlacementError(f"cannot use {where}: {type(error).__name__}: {error}; {remedy}") from error
+        return
 
 
 def _take_back_signals() -> None:
