@@ -29,8 +29,8 @@ def ray_session(*, quiet: bool = True) -> Iterator[None]:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # It also warns that its token authentication is on, which is how it should be.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    _connect(os.environ.get("RAY_ADDRESS"), quiet=quiet)
-    _take_back_signals()
+    with _own_signal_handlers():
+        _connect(os.environ.get("RAY_ADDRESS"), quiet=quiet)
     try:
         yield
     finally:
@@ -58,11 +58,15 @@ def _connect(address: str | None, *, quiet: bool) -> None:
         return
 
 
-def _take_back_signals() -> None:
-    """``ray.init`` puts a native crash handler on SIGTERM, which prints a stack trace and ends the process there."""
-    if threading.current_thread() is threading.main_thread():
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, signal.getsignal(signum))
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Keep the program's handlers: ``ray.init`` puts its own on SIGTERM, which exit without a word."""
+    in_main = threading.current_thread() is threading.main_thread()
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    if in_main:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
 
 
 @contextmanager

@@ -5,12 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tlt.config.schema import RewardSection
 from tlt.observability.summary import EvalResult
 from tlt.types import Response, RolloutRequest, SamplingSpec
 from trainer.data import PromptItem
+from trainer.response_log import write_responses
 from trainer.rewards import RewardRunner, boxed_answer
 
 if TYPE_CHECKING:
@@ -34,18 +36,20 @@ def evaluate(
     items: Sequence[PromptItem],
     *,
     sampling: SamplingSpec,
-    label: str,
+    step: int,
+    path: Path,
     tokenizer: PreTrainedTokenizerBase,
     runner: RewardRunner,
     rewards: RewardSection,
 ) -> Evaluation:
     """One greedy response for each of ``items``, scored by the run's own rewards.
 
-    Correct means: boxed, and full score from the first reward function that judges more than format.
+    The responses are written to ``path``. Correct means: boxed, and full score from the first reward function that
+    judges more than format.
     """
     requests = [
         RolloutRequest(
-            request_id=f"eval-{label}-{index}",
+            request_id=f"eval-{step}-{index}",
             prompt_key=item.key,
             prompt_token_ids=item.token_ids,
             sampling=sampling,
@@ -55,6 +59,15 @@ def evaluate(
     responses = generate(requests)
     texts = tokenizer.batch_decode([list(r.token_ids) for r in responses], skip_special_tokens=True)
     scores = runner.score(items, texts)
+    write_responses(
+        path,
+        items,
+        texts,
+        scores,
+        num_tokens=[len(r.token_ids) for r in responses],
+        finish_reasons=[r.finish_reason.value for r in responses],
+        policy_versions=[r.policy_version for r in responses],
+    )
     judge = next((i for i, f in enumerate(rewards.functions) if f.kind != "format"), 0)
     judged = scores.by_function[runner.names[judge]]
     boxed = [boxed_answer(text) is not None for text in texts]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tlt.observability.json_files import JsonLinesWriter
 from tlt.observability.metrics import Mean, reduce_metrics
 from tlt.observability.phases import Phase, PhaseClock
 from tlt.observability.progress import Progress
 from tlt.observability.run_folder import RunFolder
-from trainer.data import PromptIndex, PromptItem
+from trainer.data import PromptIndex
+from trainer.response_log import write_responses
 from trainer.rewards import RewardBatch, RewardRunner
 
 Completion = list[dict[str, str]]
@@ -52,7 +52,15 @@ class TrainingRewards:
             texts = [completion[0]["content"] for completion in completions]
             batch = self._runner.score(items, texts)
             self._book(batch, columns)
-            self._write(items, texts, batch, columns)
+            write_responses(
+                self._folder.responses_dir / f"step-{self.step:06d}.jsonl",
+                items,
+                texts,
+                batch,
+                num_tokens=[len(ids) for ids in columns["completion_ids"]],
+                finish_reasons=columns["finish_reason"],
+                policy_versions=columns["policy_version"],
+            )
         self._progress.enter(Phase.LEARN)
         return list(batch.total)
 
@@ -70,22 +78,3 @@ class TrainingRewards:
             "rollout/truncated_share": truncated.value,
             "rollout/mean_tokens": Mean.of([float(len(ids)) for ids in columns["completion_ids"]]).value,
         }
-
-    def _write(
-        self, items: Sequence[PromptItem], texts: Sequence[str], batch: RewardBatch, columns: dict[str, Any]
-    ) -> None:
-        with JsonLinesWriter(self._folder.responses_dir / f"step-{self.step:06d}.jsonl", durable=False) as lines:
-            for row, (item, text) in enumerate(zip(items, texts, strict=True)):
-                lines.write(
-                    {
-                        "prompt_key": item.key,
-                        "messages": list(item.messages),
-                        "answer": item.answer,
-                        "completion": text,
-                        "num_tokens": len(columns["completion_ids"][row]),
-                        "finish_reason": str(columns["finish_reason"][row]),
-                        "policy_version": columns["policy_version"][row],
-                        "reward": batch.total[row],
-                        "rewards": {name: scores[row] for name, scores in batch.by_function.items()},
-                    }
-                )
