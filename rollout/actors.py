@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rollout.engine import EngineFactory
+from rollout.engine import EngineFactory, RolloutEngine
 from rollout.worker import RolloutWorker
 from tlt.config.schema import RolloutSection
 
@@ -51,11 +52,20 @@ class RolloutActor(RolloutWorker):
 
     def serve(self, factory: EngineFactory, cores: Sequence[int] | None) -> None:
         """The worker loop, on ``cores`` if given; returns when stopped."""
-        if cores is not None:
-            # Before torch is imported, so that it sizes its thread pool by them. Ray's threads already exist.
-            for thread in Path("/proc/self/task").iterdir():
-                os.sched_setaffinity(int(thread.name), cores)
-        self.run(factory.build)
+
+        def build() -> RolloutEngine:
+            if cores is not None:
+                _pin(cores)
+            return factory.build()
+
+        self.run(build)
+
+
+def _pin(cores: Sequence[int]) -> None:
+    """Bind this process. Before torch is imported, so that it sizes its thread pool; Ray's threads exist already."""
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # a thread may end meanwhile
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 def remote_worker(rank: int, section: RolloutSection, group: PlacementGroup) -> Any:

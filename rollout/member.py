@@ -18,8 +18,14 @@ from tlt.types import WorkerReport
 
 logger = logging.getLogger(__name__)
 
+_GRACE_S = 5.0
+"""A call that has ended, or is about to, comes back within this."""
 POLL_S = 0.2
 """How long a worker holds a poll open when it has no response to report."""
+
+
+_REASON_LINES = 4
+"""vLLM's configuration errors say what is wrong from their second line on."""
 
 
 class MemberState(StrEnum):
@@ -38,7 +44,6 @@ class Member:
         self.restarts = 0
         self.num_generated_tokens = 0
         """In the life of the pool, restarts included."""
-        self.num_running = 0
         self._section = section
         self._group = group
         self._factory = factory
@@ -84,7 +89,9 @@ class Member:
         """
         assert self.start_ref is not None
         try:
-            ray.get(self.start_ref)
+            # If the loop could not even begin, the start call waits for ever and the loop's own end has the reason.
+            ready, _ = ray.wait([self.start_ref], timeout=_GRACE_S)
+            ray.get(self.start_ref if ready else self.loop_ref, timeout=_GRACE_S)
         except ray.exceptions.RayError as error:
             raise WorkerStartError(f"worker {self.rank} failed to start: {reason(error)}") from error
         self.state = MemberState.READY
@@ -106,7 +113,6 @@ class Member:
             self.touch()
         self._turns = report.turns
         self._last_report = report
-        self.num_running = report.num_running
 
     def touch(self) -> None:
         """Progress happened, or could not be expected before now."""
@@ -135,13 +141,12 @@ class Member:
         if self._actor is not None:
             ray.kill(self._actor, no_restart=True)
         self._actor = None
-        self.num_running = 0
         self.loop_ref = self.start_ref = self.poll_ref = None
         self.submit_refs = []
 
 
 def reason(error: BaseException) -> str:
-    """What a person needs of a Ray error: the first line of its cause, not the remote traceback."""
+    """What a person needs of a Ray error: the first lines of its cause, not the remote traceback."""
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-    text = str(cause).strip() or type(cause).__name__
-    return f"{type(cause).__name__}: {text.splitlines()[0]}"
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return f"{type(cause).__name__}: {' / '.join(lines[:_REASON_LINES]) or 'no message'}"

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import ray
@@ -42,7 +42,8 @@ def _connect(address: str | None, *, quiet: bool) -> None:
     for attempts_left in reversed(range(_START_ATTEMPTS)):
         try:
             ray.init(
-                address=address,
+                # Without an address Ray would join whatever cluster was last started on this machine.
+                address=address or "local",
                 include_dashboard=False if address is None else None,
                 log_to_driver=not quiet,
                 logging_level=logging.WARNING,
@@ -63,10 +64,22 @@ def _own_signal_handlers() -> Iterator[None]:
     """Keep the program's handlers: ``ray.init`` puts its own on SIGTERM, which exit without a word."""
     in_main = threading.current_thread() is threading.main_thread()
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    if in_main:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
+    try:
+        yield
+    except SystemExit as error:
+        if not in_main or error.code != signal.SIGTERM:
+            raise
+        # Ray's handler was in force when the signal came: do what ours would have done.
+        _restore(handlers)
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        if in_main:
+            _restore(handlers)
+
+
+def _restore(handlers: dict[signal.Signals, signal.Handlers | Callable[..., object] | int | None]) -> None:
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
 
 
 @contextmanager

@@ -106,23 +106,23 @@ class RolloutPool:
         router = Router(requests, self._history, capacity=self._section.max_num_seqs)
         begin, tokens_before = time.monotonic(), self.num_generated_tokens
         tracker = BusyTracker(self.num_workers, begin)
-        while not router.done:
-            self._hand_out(router)
-            self._track(tracker, router)
-            self._collect(router)
-            self._watch(router)
-            self._track(tracker, router)
-            if on_progress is not None:
-                on_progress(
-                    RolloutProgress(
-                        num_done=router.num_done,
-                        num_total=len(requests),
-                        num_tokens=self.num_generated_tokens - tokens_before,
-                        num_busy=tracker.num_busy,
-                        num_idle=self.num_workers - tracker.num_busy,
-                        elapsed_s=time.monotonic() - begin,
+        try:
+            while not router.done:
+                self._turn(router, tracker)
+                if on_progress is not None:
+                    on_progress(
+                        RolloutProgress(
+                            num_done=router.num_done,
+                            num_total=len(requests),
+                            num_tokens=self.num_generated_tokens - tokens_before,
+                            num_busy=tracker.num_busy,
+                            num_idle=self.num_workers - tracker.num_busy,
+                            elapsed_s=time.monotonic() - begin,
+                        )
                     )
-                )
+        except BaseException:
+            self._abort(router)
+            raise
         self.last_rollout = tracker.finish(time.monotonic(), self.num_generated_tokens - tokens_before)
         return router.responses()
 
@@ -179,6 +179,20 @@ class RolloutPool:
 
     # ---- one turn of a rollout
 
+    def _turn(self, router: Router, tracker: BusyTracker) -> None:
+        self._hand_out(router)
+        self._track(tracker, router)
+        self._collect(router)
+        self._watch(router)
+        self._track(tracker, router)
+
+    def _abort(self, router: Router) -> None:
+        """Drop what the workers still have of a rollout that failed, so that the pool can be used again."""
+        for member in self._members:
+            held = sorted(router.release(member.rank))
+            if member.state is MemberState.READY and held:
+                member.call("abort", held)
+
     def _hand_out(self, router: Router) -> None:
         ready = {member.rank: member for member in self._members if member.state is MemberState.READY}
         for assignment in router.assign(ready):
@@ -198,7 +212,7 @@ class RolloutPool:
         for member in self._members:
             try:
                 self._take(member, ready, router)
-            except ray.exceptions.RayActorError as error:
+            except ray.exceptions.RayError as error:
                 self._lose(member, reason(error), router)
 
     def _take(self, member: Member, ready: Sequence[ray.ObjectRef], router: Router) -> None:
@@ -210,8 +224,8 @@ class RolloutPool:
             member.take_report(report)
             member.poll()
             for response in report.responses:
-                self._check_version(response)
-                router.record(response)
+                if router.record(response):
+                    self._check_version(response)
         if member.start_ref in ready:
             member.finish_start()
         if member.loop_ref in ready:
@@ -267,11 +281,10 @@ class RolloutPool:
                     results[member.rank] = ray.get(refs[member.rank], timeout=self._section.worker_timeout_s)
                 except ray.exceptions.GetTimeoutError:
                     self._lose(member, f"did not answer {method} for {self._section.worker_timeout_s:g} s", None)
-                except ray.exceptions.RayActorError as error:
-                    self._lose(member, reason(error), None)
-                except ray.exceptions.RayTaskError as error:
-                    if isinstance(error.cause, TltError) and not isinstance(error.cause, WorkerLostError):
-                        raise error.cause from error
+                except ray.exceptions.RayError as error:
+                    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
+                    if isinstance(cause, TltError) and not isinstance(cause, WorkerLostError):
+                        raise cause from error
                     self._lose(member, reason(error), None)
                 else:
                     continue

@@ -19,6 +19,7 @@ from tlt.types import FinishReason, RolloutRequest, SamplingSpec
 # Read by vLLM when it is imported: set before the import below, which is why that import is not at the top.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Cores are given to the process (rollout.actors); vLLM must not pin its threads a second time.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
@@ -163,6 +164,8 @@ def _engine_args(spec: EngineSpec) -> EngineArgs:
         trust_remote_code=spec.trust_remote_code,
         seed=spec.seed,
         tensor_parallel_size=section.tensor_parallel_size,
+        # Inside a placement group vLLM would ask Ray for GPUs of its own; this actor has them already.
+        distributed_executor_backend="mp" if section.tensor_parallel_size > 1 else None,
         max_model_len=section.max_model_len,
         max_num_seqs=section.max_num_seqs,
         max_num_batched_tokens=max(_MIN_BATCHED_TOKENS, section.max_model_len),

@@ -26,11 +26,6 @@ class WeightPacket:
     arrays: Mapping[str, np.ndarray]
     """Checkpoint name -> values; bfloat16 as an int16 view of the same shape."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Payload in bytes."""
-        return sum(array.nbytes for array in self.arrays.values())
-
     def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         """The weights as torch tensors. They share the packet's memory, which may be read-only: copy, never write."""
         import torch

@@ -56,8 +56,6 @@ class RolloutWorker:
         self._outbox: list[Response] = []
         self._turns = 0
         self._num_generated_tokens = 0
-        self._num_running = 0
-        self._num_waiting = 0
         self._closed = False
 
     # ---- loop thread
@@ -90,7 +88,6 @@ class RolloutWorker:
         with self._published:
             self._turns += 1
             self._num_generated_tokens += result.num_new_tokens
-            self._num_running, self._num_waiting = engine.num_running, engine.num_waiting
             self._outbox.extend(responses)
             if responses:
                 self._published.notify_all()
@@ -188,8 +185,6 @@ class RolloutWorker:
             return WorkerReport(
                 worker=self._rank,
                 responses=responses,
-                num_running=self._num_running,
-                num_waiting=self._num_waiting,
                 turns=self._turns,
                 num_generated_tokens=self._num_generated_tokens,
             )

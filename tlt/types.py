@@ -45,7 +45,7 @@ class RolloutRequest:
     """One response to be generated: the i-th sample of a prompt."""
 
     request_id: str
-    """Unique within the life of a pool; a re-issued request keeps its id."""
+    """Unique within a rollout; a request that is issued again keeps its id."""
     prompt_key: str
     """Stable over steps: equal for equal prompts; the length history is kept per key."""
     prompt_token_ids: tuple[int, ...]
@@ -78,10 +78,6 @@ class WorkerReport:
     worker: int
     responses: tuple[Response, ...]
     """Responses that finished since the last report; each is reported exactly once."""
-    num_running: int
-    """Requests in the engine's running batch."""
-    num_waiting: int
-    """Requests accepted by the worker and not running yet."""
     turns: int
     """Turns of the worker loop so far: a busy worker whose count stands still is stuck."""
     num_generated_tokens: int

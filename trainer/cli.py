@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from tlt.config.loader import dump_config, load_config, schema_of
 from tlt.config.sft_schema import SftConfig
@@ -38,9 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, _terminate)
-    # Read when the libraries are imported: their bars would tear the live display, and nothing leaves the machine.
+    # Read when the libraries are imported: their bars would tear the live display, and no usage report is sent.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     setup_logging(_level(arguments))
     try:
         arguments.command(arguments)
@@ -53,11 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
-    # A second signal must not interrupt the clean-up that the first one starts.
-    for other in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(other, signal.SIG_IGN)
-    raise Terminated(signum)
+_signals_seen: list[int] = []
+_IMPATIENT = 3
+"""The first signal starts a clean-up, which a second one must not interrupt; the third ends the process at once."""
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    _signals_seen.append(signum)
+    if len(_signals_seen) == 1:
+        raise Terminated(signum)
+    if len(_signals_seen) >= _IMPATIENT:
+        os._exit(128 + signum)
 
 
 def _level(arguments: argparse.Namespace) -> int:

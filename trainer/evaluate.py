@@ -13,7 +13,7 @@ from tlt.observability.summary import EvalResult
 from tlt.types import Response, RolloutRequest, SamplingSpec
 from trainer.data import PromptItem
 from trainer.response_log import write_responses
-from trainer.rewards import RewardRunner, boxed_answer
+from trainer.rewards import RewardRunner, boxed_answer, final_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,6 +76,9 @@ def evaluate(
         result=EvalResult(
             accuracy=statistics.fmean(correct),
             format_rate=statistics.fmean(boxed),
+            accuracy_any_format=statistics.fmean(
+                final_answer(text) == item.answer for item, text in zip(items, texts, strict=True)
+            ),
             reward=statistics.fmean(scores.total),
             num_prompts=len(items),
             mean_tokens=statistics.fmean(len(r.token_ids) for r in responses),

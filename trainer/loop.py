@@ -24,10 +24,12 @@ from tlt.config.loader import dump_config
 from tlt.config.schema import TrainConfig
 from tlt.observability.json_files import write_json_atomic
 from tlt.observability.logs import setup_logging
+from tlt.observability.phases import PhaseClock
 from tlt.observability.provenance import collect_provenance
 from tlt.observability.run_folder import RunFolder, default_base
 from tlt.observability.sinks import check_sinks
 from tlt.observability.summary import RunSummary
+from trainer.inputs import read_inputs
 from trainer.run import TrainingRun
 
 logger = logging.getLogger(__name__)
@@ -42,18 +44,25 @@ def run_training(config: TrainConfig, *, argv: Sequence[str], level: int = loggi
     """
     check_sinks(config.logging)
     base = Path(config.run.dir) if config.run.dir else default_base(Path.cwd(), os.environ)
+    logger.info("run folder: %s", (base / config.run.name).absolute())
+    clock = PhaseClock()
+    # Before the folder is touched: bad input must neither delete an earlier run nor leave half a new one.
+    inputs = read_inputs(config)
     folder = RunFolder.create(base, config.run.name, config.run.overwrite)
     console = setup_logging(level, folder.log_path)
-    logger.info("run folder: %s", folder.root)
     folder.config_path.write_text(dump_config(config), encoding="utf-8")
     write_json_atomic(folder.provenance_path, collect_provenance(argv))
     with ExitStack() as stack:
-        run = TrainingRun.start(stack, config, folder, console, level)
+        run = TrainingRun.start(stack, config, folder, inputs, clock, console)
         try:
             run.evaluate()
             run.train()
             run.evaluate()
             run.completed = True
+        except BaseException as error:
+            # Said before the clean-up, which may fail too.
+            logger.error("the run ends early: %s", error or type(error).__name__)
+            raise
         finally:
             run.save()
     return run.summary()

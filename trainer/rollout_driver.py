@@ -79,6 +79,8 @@ class RolloutDriver:
             for parameter in self._model.parameters():
                 parameter.data.mul_(factor)
             pusher.sync_weights()
+            if factor != 1.0 and "sync/probe_slope" not in self.metrics:
+                logger.warning("the weight probe could not judge an update by a factor of %g", factor)
 
     def sync_weights(self, state: Mapping[str, torch.Tensor]) -> int:
         """Push the learner's weights to every worker and check that they are used; returns the policy version."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -14,8 +12,8 @@ from rollout.engine import EngineSpec
 from rollout.placement import ray_session
 from rollout.pool import RolloutPool
 from tlt.config.schema import TrainConfig
+from tlt.errors import TltError
 from tlt.observability.json_files import write_json_atomic
-from tlt.observability.logs import adopt_library_loggers
 from tlt.observability.phases import Phase, PhaseClock
 from tlt.observability.progress import Progress, open_view
 from tlt.observability.run_folder import RunFolder
@@ -23,32 +21,21 @@ from tlt.observability.sinks import MetricsWriter, open_metrics
 from tlt.observability.summary import RunSummary, edge_means, paired_stderr
 from tlt.observability.timeline import TimelineWriter
 from tlt.types import SamplingSpec
-from trainer.data import PromptItem, PromptSet, load_prompts, train_dataset
+from trainer.data import PromptItem, PromptSet, train_dataset
 from trainer.evaluate import Evaluation, evaluate
+from trainer.inputs import RunInputs
 from trainer.learner import PoolGRPOTrainer, StepMetrics, build_learner
 from trainer.learner_metrics import learner_metrics
-from trainer.policy import load_tokenizer, resolve_policy, save_policy
+from trainer.policy import save_policy
 from trainer.rewards import RewardRunner
 from trainer.rollout_driver import RolloutDriver
 from trainer.training_rewards import TrainingRewards
 from trainer.trl_adapter import Prompt
 from trainer.weight_probe import WeightProbe
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 logger = logging.getLogger(__name__)
 
 _PROBE_TOKENS = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Inputs:
-    """What is read before anything starts."""
-
-    model_path: str
-    tokenizer: PreTrainedTokenizerBase
-    prompts: PromptSet
 
 
 class TrainingRun:
@@ -58,7 +45,7 @@ class TrainingRun:
         self,
         config: TrainConfig,
         folder: RunFolder,
-        inputs: _Inputs,
+        inputs: RunInputs,
         clock: PhaseClock,
         progress: Progress,
         metrics: MetricsWriter,
@@ -100,13 +87,16 @@ class TrainingRun:
 
     @classmethod
     def start(
-        cls, stack: ExitStack, config: TrainConfig, folder: RunFolder, console: Console, level: int
+        cls,
+        stack: ExitStack,
+        config: TrainConfig,
+        folder: RunFolder,
+        inputs: RunInputs,
+        clock: PhaseClock,
+        console: Console,
     ) -> TrainingRun:
-        """Read the inputs, then start what the run needs: scoring processes, Ray, workers, learner."""
-        clock = PhaseClock()
+        """Start what the run needs: scoring processes, Ray, workers, learner."""
         with clock.phase(Phase.START):
-            inputs = _read_inputs(config)
-            adopt_library_loggers(level)
             metrics = stack.enter_context(open_metrics(folder, config.logging, config.model_dump(mode="json")))
             timeline = stack.enter_context(TimelineWriter(folder.timeline_path))
             source = config.data.source
@@ -122,7 +112,6 @@ class TrainingRun:
             )
             run = cls(config, folder, inputs, clock, progress, metrics, runner, pool, timeline)
             run._driver.prove_updates(run._trainer.vllm_generation)
-            adopt_library_loggers(level)
         return run
 
     def train(self) -> None:
@@ -130,6 +119,9 @@ class TrainingRun:
         self._begin_step(1)
         with self._clock.phase(Phase.LEARN):
             self._trainer.train()
+        done, asked = self._trainer.state.global_step, self._config.learner.max_steps
+        if done < asked:
+            raise TltError(f"training ended after {done} of {asked} steps; the trainer found no more prompts")
 
     def evaluate(self) -> None:
         """Greedy evaluation of the policy as it is now, on the held-out prompts."""
@@ -158,14 +150,16 @@ class TrainingRun:
             {
                 "eval/accuracy": result.accuracy,
                 "eval/format_rate": result.format_rate,
+                "eval/accuracy_any_format": result.accuracy_any_format,
                 "eval/reward": result.reward,
                 "eval/mean_tokens": result.mean_tokens,
             },
         )
         logger.info(
-            "evaluation after step %d: accuracy %.3f, boxed answers %.3f (greedy, %d held-out prompts)",
+            "evaluation after step %d: accuracy %.3f (any format %.3f), boxed %.3f; greedy, %d held-out prompts",
             step,
             result.accuracy,
+            result.accuracy_any_format,
             result.format_rate,
             result.num_prompts,
         )
@@ -173,23 +167,25 @@ class TrainingRun:
     def save(self) -> None:
         """Write policy and summary; also of a run that failed, once a step is done."""
         with self._clock.phase(Phase.SAVE):
-            if self.completed or self._trainer.state.global_step > 0:
-                save_policy(
-                    self._trainer.model, self._inputs.tokenizer, self._folder.policy_dir, self._config.model.dtype
-                )
-        write_json_atomic(self._folder.summary_path, self.summary().to_json())
+            try:
+                if self.completed or self._trainer.state.global_step > 0:
+                    save_policy(
+                        self._trainer.model, self._inputs.tokenizer, self._folder.policy_dir, self._config.model.dtype
+                    )
+            finally:
+                write_json_atomic(self._folder.summary_path, self.summary().to_json())
 
     def summary(self) -> RunSummary:
         """The run so far."""
-        before, after = (self._evaluations[0], self._evaluations[-1]) if len(self._evaluations) > 1 else (None, None)
-        first = self._evaluations[0].result if self._evaluations else None
+        before = self._evaluations[0] if self._evaluations else None
+        after = self._evaluations[-1] if len(self._evaluations) > 1 else None
         reward_first5, reward_last5 = edge_means(self._rewards.history)
         driver = self._driver
         return RunSummary(
             completed=self.completed,
-            eval_before=first,
+            eval_before=before.result if before else None,
             eval_after=after.result if after else None,
-            eval_stderr=paired_stderr(before.correct, after.correct) if before and after else None,
+            eval_stderr=_stderr(before, after),
             reward_first5=reward_first5,
             reward_last5=reward_last5,
             steps=self._trainer.state.global_step,
@@ -213,7 +209,9 @@ class TrainingRun:
     def _end_step(self, step: int, logged: dict[str, float]) -> None:
         """TRL has finished a step."""
         self._metrics.write(step, self._driver.metrics | self._rewards.metrics | learner_metrics(logged))
-        self._progress.end_step(self._rewards.metrics["reward/mean"])
+        # With several iterations per rollout, the next step may have no rollout of its own to report.
+        self._driver.metrics, self._rewards.metrics = {}, {}
+        self._progress.end_step(self._rewards.history[-1])
         if step == self._config.learner.max_steps:
             return
         if self._config.eval.every and step % self._config.eval.every == 0:
@@ -221,11 +219,10 @@ class TrainingRun:
         self._begin_step(step + 1)
 
 
-def _read_inputs(config: TrainConfig) -> _Inputs:
-    model_path = resolve_policy(config.model)
-    tokenizer = load_tokenizer(model_path, config.model)
-    prompts = load_prompts(config.data, num_eval=config.eval.num_prompts, seed=config.run.seed, tokenizer=tokenizer)
-    return _Inputs(model_path=model_path, tokenizer=tokenizer, prompts=prompts)
+def _stderr(before: Evaluation | None, after: Evaluation | None) -> float | None:
+    if before is None or after is None or len(before.correct) < 2:
+        return None
+    return paired_stderr(before.correct, after.correct)
 
 
 def _probe_text(prompts: PromptSet, max_model_len: int) -> list[int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
-from tlt.observability.metrics import Mean, reduce_metrics
 from tlt.observability.phases import Phase, PhaseClock
 from tlt.observability.progress import Progress
 from tlt.observability.run_folder import RunFolder
+from tlt.types import FinishReason
 from trainer.data import PromptIndex
 from trainer.response_log import write_responses
 from trainer.rewards import RewardBatch, RewardRunner
@@ -65,16 +66,13 @@ class TrainingRewards:
         return list(batch.total)
 
     def _book(self, batch: RewardBatch, columns: dict[str, Any]) -> None:
-        mean = Mean.of(batch.total)
-        self.history.append(mean.value)
-        means = {f"reward/{name.replace(':', '.')}": Mean.of(scores) for name, scores in batch.by_function.items()}
-        truncated = Mean.of([float(reason == "length") for reason in columns["finish_reason"]])
+        self.history.append(fmean(batch.total))
         self.metrics = {
-            "reward/mean": mean.value,
-            **reduce_metrics(means),
+            "reward/mean": self.history[-1],
+            **{f"reward/{name.replace(':', '.')}": fmean(scores) for name, scores in batch.by_function.items()},
             "reward/errors_count": sum(batch.errors.values()),
             "reward/timeouts_count": sum(batch.timeouts.values()),
             "reward/seconds_s": batch.seconds,
-            "rollout/truncated_share": truncated.value,
-            "rollout/mean_tokens": Mean.of([float(len(ids)) for ids in columns["completion_ids"]]).value,
+            "rollout/truncated_share": fmean(reason == FinishReason.LENGTH for reason in columns["finish_reason"]),
+            "rollout/mean_tokens": fmean(len(ids) for ids in columns["completion_ids"]),
         }

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt.errors import StaleWeightsError
+from tlt.errors import StaleWeightsError, TltError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,7 +59,13 @@ class WeightProbe:
 
         Raises:
             StaleWeightsError: a worker does not use the new weights.
+            TltError: the learner itself computes no finite numbers.
         """
+        if not np.isfinite(learner).all():
+            raise TltError(
+                f"the policy has diverged: with version {version} the learner's own log-probabilities are not finite; "
+                "lower learner.learning_rate or learner.max_grad_norm"
+            )
         values = [np.asarray(engine, dtype=np.float64) for engine in engines]
         rms = [_rms(engine - learner) for engine in values]
         for worker, worker_rms in enumerate(rms):

@@ -35,16 +35,20 @@ def write_tiny_config(folder: Path, model: Path) -> Path:
     return path
 
 
-def start_tlt(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    """Start ``tlt`` with its own local Ray; stderr goes to ``cwd/stderr.txt``."""
+def start_tlt(*arguments: str, cwd: Path, ray_address: str | None = None) -> subprocess.Popen[str]:
+    """Start ``tlt``, by default with its own local Ray; stderr goes to ``cwd/stderr.txt``."""
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    if ray_address is not None:
+        env["RAY_ADDRESS"] = ray_address
     with (cwd / "stderr.txt").open("w") as stderr:
         return subprocess.Popen([TLT, *arguments], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
-def run_tlt(*arguments: str, cwd: Path, timeout_s: float = 240.0) -> tuple[int, str, str]:
+def run_tlt(
+    *arguments: str, cwd: Path, timeout_s: float = 240.0, ray_address: str | None = None
+) -> tuple[int, str, str]:
     """Run ``tlt`` to its end: exit code, stdout, stderr."""
-    process = start_tlt(*arguments, cwd=cwd)
+    process = start_tlt(*arguments, cwd=cwd, ray_address=ray_address)
     try:
         stdout, _ = process.communicate(timeout=timeout_s)
     finally:
@@ -67,6 +71,13 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], ti
 def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """Every process that ``process`` has started, directly or not."""
     return psutil.Process(process.pid).children(recursive=True)
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The rollout workers among them; there should be two."""
+    workers = [p for p in descendants(process) if "RolloutActor" in " ".join(p.cmdline())]
+    assert len(workers) == 2
+    return workers
 
 
 def assert_all_gone(processes: list[psutil.Process], timeout_s: float = 30.0) -> None:

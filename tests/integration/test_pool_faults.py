@@ -103,13 +103,38 @@ def test_an_engine_that_cannot_start_says_why() -> None:
         pass
 
 
+class Unloadable(FakeEngineFactory):
+    """Cannot be unpickled in the worker's process."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _raise_missing_module, ()
+
+
+def _raise_missing_module() -> None:
+    raise ModuleNotFoundError("No module named 'my_engine'")
+
+
+def test_a_start_that_fails_before_the_loop_begins_says_why() -> None:
+    """Catches a driver that waits for ever for the readiness of a worker whose arguments could not even be read."""
+    with (
+        pytest.raises(WorkerStartError, match="my_engine"),
+        RolloutPool.start(SECTION, factories(2, Unloadable())),
+    ):
+        pass
+
+
 def test_a_refused_request_names_the_rule() -> None:
     """Catches a request that an engine refuses and the pool waits for for ever."""
     too_long = RolloutRequest(
         request_id="x", prompt_key="x", prompt_token_ids=(1,), sampling=SamplingSpec(max_tokens=5000)
     )
-    with RolloutPool.start(SECTION, factories(2)) as pool, pytest.raises(TltError, match="max_model_len"):
-        pool.generate([too_long])
+    with RolloutPool.start(SECTION, factories(2)) as pool:
+        with pytest.raises(TltError, match="max_model_len"):
+            pool.generate([*requests(), too_long])
+        # The pool is as good as new: nothing of the failed rollout is left in its engines.
+        pool.sync_weights({"w": _tensor()})
+        asked = requests()
+        check_complete(asked, pool.generate(asked))
 
 
 def test_more_devices_than_the_cluster_has_is_refused_at_once() -> None:

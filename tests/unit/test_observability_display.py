@@ -261,7 +261,9 @@ def test_edge_means_by_hand() -> None:
 
 
 def summary(**changes: object) -> RunSummary:
-    before = EvalResult(accuracy=0.11, format_rate=0.9, reward=0.11, num_prompts=200, mean_tokens=101.5)
+    before = EvalResult(
+        accuracy=0.11, format_rate=0.9, accuracy_any_format=0.5, reward=0.11, num_prompts=200, mean_tokens=101.5
+    )
     plain = RunSummary(
         completed=True,
         eval_before=before,
@@ -296,7 +298,9 @@ def test_summary_json_is_readable_by_a_machine(tmp_path: Path) -> None:
 
 def test_an_accuracy_of_zero_is_not_null() -> None:
     """Catches truth tests on numbers: a model that starts at 0.0 was evaluated; one without eval was not."""
-    zero = EvalResult(accuracy=0.0, format_rate=0.0, reward=0.0, num_prompts=200, mean_tokens=1.0)
+    zero = EvalResult(
+        accuracy=0.0, format_rate=0.0, accuracy_any_format=0.5, reward=0.0, num_prompts=200, mean_tokens=1.0
+    )
     assert summary(eval_before=zero).to_json()["eval_before"] == 0.0
     none = summary(eval_before=None, eval_after=None, eval_stderr=None).to_json()
     assert none["eval_before"] is none["eval_after"] is none["eval"]["before"] is None

@@ -1,4 +1,4 @@
-"""Metrics, sinks, timeline and phase clock: figures must be right and must arrive."""
+"""Sinks, timeline and phase clock: figures must be right and must arrive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import pytest
 
 from tlt.config.schema import LoggingSection
 from tlt.errors import ConfigError, TltError
-from tlt.observability.metrics import Max, Mean, Sum, merge_metrics, reduce_metrics
 from tlt.observability.phases import Phase, PhaseClock
 from tlt.observability.run_folder import RunFolder
 from tlt.observability.sinks import JsonlSink, MetricsWriter, check_sinks, open_metrics
@@ -51,41 +50,6 @@ class ListSink:
         self.closed = True
         if self.broken:
             raise ConnectionError("server gone")
-
-
-def test_mean_of_unequal_parts_is_the_mean_of_the_values() -> None:
-    """Catches the mean of means: workers with 1 and 3 responses would give 5.0 instead of 7.0."""
-    parts: list[dict[str, Mean | Sum | Max]] = [
-        {"a/length_tokens": Mean.of([1.0]), "a/tokens_count": Sum(sum=1.0), "a/longest_tokens": Max(max=1.0)},
-        {
-            "a/length_tokens": Mean.of([9.0] * 3),
-            "a/tokens_count": Sum(sum=27.0),
-            "a/longest_tokens": Max(max=9.0),
-        },
-        {"b/only_here_count": Sum(sum=2.0)},
-    ]
-    assert reduce_metrics(merge_metrics(parts)) == {
-        "a/length_tokens": 7.0,
-        "a/tokens_count": 28.0,
-        "a/longest_tokens": 9.0,
-        "b/only_here_count": 2.0,
-    }
-
-
-def test_merge_does_not_depend_on_the_grouping() -> None:
-    """Catches a merge that divides early: ((1, 2), 6) and (1, (2, 6)) must agree."""
-    first, second, third = ({"a/x": Mean.of([value])} for value in (1.0, 2.0, 6.0))
-    left = merge_metrics([merge_metrics([first, second]), third])
-    right = merge_metrics([first, merge_metrics([second, third])])
-    assert left == right == {"a/x": Mean(sum=9.0, count=3)}
-
-
-def test_empty_mean_is_nan_and_kinds_do_not_mix() -> None:
-    """Catches 0.0 reported for 'nothing measured', and one key used for two things."""
-    assert math.isnan(Mean.of([]).value)
-    assert reduce_metrics(merge_metrics([{"a/x": Mean.of([])}, {"a/x": Mean.of([4.0])}])) == {"a/x": 4.0}
-    with pytest.raises(TypeError, match="one kind of metric per key"):
-        merge_metrics([{"a/x": Sum(sum=1.0)}, {"a/x": Max(max=1.0)}])
 
 
 def test_every_line_is_strict_json_at_once(tmp_path: Path) -> None:
@@ -227,7 +191,7 @@ def test_account_clips_and_finds_what_is_missing_or_double(tmp_path: Path) -> No
         Span(worker="worker-1", kind=SpanKind.SYNC, begin_s=17.0, end_s=19.0, step=1),
         Span(worker="worker-0", kind=SpanKind.IDLE, begin_s=14.0, end_s=17.0, step=1),
         Span(worker="worker-1", kind=SpanKind.GENERATE, begin_s=12.0, end_s=18.0, step=1),
-        Span(worker="worker-1", kind=SpanKind.LEARN, begin_s=25.0, end_s=30.0, step=1),
+        Span(worker="worker-1", kind=SpanKind.EVAL, begin_s=25.0, end_s=30.0, step=1),
     ]
     accounts = account(spans, 10.0, 20.0)
     assert accounts["worker-0"].by_kind == {SpanKind.GENERATE: 4.0, SpanKind.IDLE: 3.0}

@@ -15,7 +15,7 @@ import pytest
 from tlt.config.schema import RewardSection, RewardSpec
 from tlt.errors import ConfigError
 from trainer.data import PromptItem
-from trainer.rewards import RewardRunner, boxed_answer
+from trainer.rewards import RewardRunner, boxed_answer, final_answer
 from trainer.rewards.functions import Answer, load_function
 
 USER_MODULE = '''
@@ -313,3 +313,17 @@ def test_nothing_outlives_a_killed_driver(user_module: Path, tmp_path: Path, sta
         driver.communicate()
         assert select.select([end], [], [], 30)[0], "a scoring process is still there"
         assert end.read() == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"so \boxed{7}, not 8", "7"),
+        ("Step 1: 6 + 7 = 13.\nThe final answer is 13.", "13"),
+        ("The answer is $-4$.", "-4"),
+        ("", ""),
+    ],
+)
+def test_final_answer(text: str, expected: str) -> None:
+    """Catches correctness without format that counts the full stop, or prefers a later number to the box."""
+    assert final_answer(text) == expected

@@ -219,8 +219,6 @@ class LoggingSection(Section):
 
     tensorboard: bool = False
     wandb_project: str | None = None
-    num_sample_responses: NonNegativeInt = 2
-    """Responses per step shown in the log at DEBUG level; all of them go to ``responses/``."""
 
 
 class TrainConfig(Section):
@@ -243,11 +241,12 @@ class TrainConfig(Section):
                 f"data.max_prompt_length + rollout.max_completion_length = {needed} is above "
                 f"rollout.max_model_len={self.rollout.max_model_len}; raise max_model_len or lower one of the two"
             )
-        if (self.rollout.top_p < 1.0 or self.rollout.top_k > 0) and self.learner.importance_sampling != "off":
+        cut = self.rollout.top_p < 1.0 or self.rollout.top_k > 0 or self.rollout.min_tokens > 0
+        if cut and self.learner.importance_sampling != "off":
             raise ValueError(
-                f"rollout.top_p={self.rollout.top_p}, top_k={self.rollout.top_k} cut the support of the engine's "
-                "distribution, which the learner does not renormalise; set top_p=1 and top_k=0, or "
-                "learner.importance_sampling=off"
+                f"rollout.top_p={self.rollout.top_p}, top_k={self.rollout.top_k}, min_tokens={self.rollout.min_tokens} "
+                "cut the support of the engine's distribution, which the learner does not renormalise; set top_p=1, "
+                "top_k=0 and min_tokens=0, or learner.importance_sampling=off"
             )
         scorers = [f.kind for f in self.rewards.functions]
         if "reasoning_gym" in scorers and self.data.source.kind != "reasoning_gym":

@@ -26,8 +26,8 @@ BREAKDOWN_PHASES = (Phase.GENERATE, Phase.REWARD, Phase.LEARN, Phase.SYNC)
 class PhaseClock:
     """Charges time to the innermost open phase, and to ``other`` while none is open. For one thread.
 
-    A phase that opens inside another stops the outer one's clock, so nothing is counted twice: responses
-    generated for an evaluation, say, count as ``generate`` and only the rest of it as ``eval``.
+    A phase that opens inside another stops the outer one's clock, so nothing is counted twice: the rollout inside
+    a training step counts as ``generate`` and only the rest of the step as ``learn``.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -116,7 +116,7 @@ class MetricsWriter:
 
         Raises:
             TltError: ``metrics.jsonl`` cannot be written.
-            ValueError, TypeError: a key or value that breaks the rules of :mod:`tlt.observability.metrics`.
+            ValueError, TypeError: a key that is not ``family/name_unit``, or a value that is no number.
         """
         now = self._clock()
         values = {key: _checked(key, value) for key, value in metrics.items()}

@@ -25,6 +25,8 @@ class EvalResult:
     """Share of responses whose answer is boxed and correct."""
     format_rate: float
     """Share of responses that box an answer, right or wrong."""
+    accuracy_any_format: float
+    """Share of responses whose boxed answer, or last word if there is no box, is the reference: correctness alone."""
     reward: float
     """Mean of the run's own weighted reward."""
     num_prompts: int
@@ -55,6 +57,7 @@ class RunSummary:
     responses: int
     workers: int
     policy_version: int
+    """Weight updates sent to the workers: one per rollout and evaluation, and three that prove the way at the start."""
     files: Mapping[str, str]
     """What -> absolute path."""
 
@@ -123,6 +126,7 @@ def render_summary(summary: RunSummary) -> Table:
         if summary.eval_stderr is not None:
             gain += f", standard error {summary.eval_stderr:.3f}"
         table.add_row("eval accuracy", f"{_change(before.accuracy, after.accuracy)}  ({gain})")
+        table.add_row("eval any format", _change(before.accuracy_any_format, after.accuracy_any_format))
         table.add_row("eval boxed answers", _change(before.format_rate, after.format_rate))
         table.add_row("eval reward", _change(before.reward, after.reward))
         table.add_row("eval mean tokens", _change(before.mean_tokens, after.mean_tokens, digits=1))

@@ -15,13 +15,10 @@ from tlt.observability.json_files import JsonLinesWriter
 class SpanKind(StrEnum):
     """What a worker does during a span."""
 
-    START = "start"
     GENERATE = "generate"
     EVAL = "eval"
     IDLE = "idle"
     SYNC = "sync"
-    REWARD = "reward"
-    LEARN = "learn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +26,7 @@ class Span:
     """One worker doing one thing. Spans of one worker do not overlap."""
 
     worker: str
-    """``worker-0``, ``learner``, ``driver``, ..."""
+    """``worker-0``, ``worker-1``, ..."""
     kind: SpanKind
     begin_s: float
     """Unix seconds, so that processes can be put side by side."""

@@ -6,7 +6,7 @@ the final answer in a response.
 
 from __future__ import annotations
 
-from trainer.rewards.boxed import boxed_answer
+from trainer.rewards.boxed import boxed_answer, final_answer
 from trainer.rewards.runner import RewardBatch, RewardRunner
 
-__all__ = ["RewardBatch", "RewardRunner", "boxed_answer"]
+__all__ = ["RewardBatch", "RewardRunner", "boxed_answer", "final_answer"]

@@ -23,6 +23,18 @@ def boxed_answer(text: str) -> str | None:
     return None
 
 
+def final_answer(text: str) -> str:
+    r"""The boxed answer, or else the last word without the punctuation around it; empty for an empty text.
+
+    Example:
+        >>> final_answer("The final answer is 13.")
+        '13'
+    """
+    boxed = boxed_answer(text)
+    words = text.split()
+    return boxed if boxed is not None else words[-1].strip(".,;:!?*$()[]") if words else ""
+
+
 def has_one_box(text: str) -> bool:
     r"""Whether ``\boxed{`` occurs exactly once, and its braces balance around something."""
     return len(_BOX.findall(text)) == 1 and bool(boxed_answer(text))

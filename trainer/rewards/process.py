@@ -103,11 +103,11 @@ class ScoringProcess:
         """End it at once, together with the children that a function may have started."""
         pid = self._process.pid
         assert pid is not None
-        if self._process.is_alive():
-            # There is no such group only while the process has not come as far as making it.
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-            self._process.kill()
+        # Also when it has died by itself: its children may live. There is no such group while the process has not
+        # come as far as making it, or when nothing of it is left.
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        self._process.kill()
         self._process.join()
         self.connection.close()
 
