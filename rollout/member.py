@@ -33,6 +33,7 @@ class MemberState(StrEnum):
 
     STARTING = "starting"
     READY = "ready"
+    STOPPED = "stopped"
 
 
 class Member:
@@ -40,7 +41,7 @@ class Member:
 
     def __init__(self, rank: int, section: RolloutSection, group: PlacementGroup, factory: EngineFactory) -> None:
         self.rank = rank
-        self.state = MemberState.STARTING
+        self.state = MemberState.STOPPED
         self.restarts = 0
         self.num_generated_tokens = 0
         """In the life of the pool, restarts included."""
@@ -141,6 +142,7 @@ class Member:
         if self._actor is not None:
             ray.kill(self._actor, no_restart=True)
         self._actor = None
+        self.state = MemberState.STOPPED
         self.loop_ref = self.start_ref = self.poll_ref = None
         self.submit_refs = []
 
