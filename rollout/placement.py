@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _REPORT_EVERY_S = 5.0
 _START_ATTEMPTS = 3
+_REACH_S = 10.0
 
 
 @contextmanager
@@ -30,14 +32,30 @@ def ray_session(*, quiet: bool = True) -> Iterator[None]:
     # It also warns that its token authentication is on, which is how it should be.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     with _own_signal_handlers():
-        _connect(os.environ.get("RAY_ADDRESS"), quiet=quiet)
+        _connect(os.environ.get("RAY_ADDRESS") or None, quiet=quiet)
     try:
         yield
     finally:
         ray.shutdown()
 
 
+def _check_reachable(address: str) -> None:
+    """Fail at once where nothing listens: ``ray.init`` itself tries for minutes."""
+    host, separator, port = address.rpartition("://")[2].rpartition(":")
+    if not (separator and port.isdecimal()):
+        return  # "auto" and the like: Ray finds the address itself
+    try:
+        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+    except OSError as error:
+        raise PlacementError(
+            f"nothing answers at RAY_ADDRESS={address} ({error}); check the address, or unset RAY_ADDRESS to start a "
+            "Ray on this machine"
+        ) from error
+
+
 def _connect(address: str | None, *, quiet: bool) -> None:
+    if address is not None:
+        _check_reachable(address)
     where = f"the Ray cluster at RAY_ADDRESS={address}" if address else "a Ray cluster on this machine"
     for attempts_left in reversed(range(_START_ATTEMPTS)):
         try:

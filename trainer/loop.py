@@ -60,9 +60,10 @@ def run_training(config: TrainConfig, *, argv: Sequence[str], level: int = loggi
             run.evaluate()
             run.completed = True
         except BaseException as error:
-            # Said before the clean-up, which may fail too.
-            logger.error("the run ends early: %s", error or type(error).__name__)
+            # Said before the clean-up, which may fail too and would then hide it.
+            logger.info("the run ends early (%s: %s); keeping what is done", type(error).__name__, error)
             raise
         finally:
             run.save()
-    return run.summary()
+    assert run.summary is not None
+    return run.summary

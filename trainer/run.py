@@ -84,6 +84,8 @@ class TrainingRun:
         self._evaluations: list[Evaluation] = []
         self.completed = False
         """Every step and the last evaluation are done."""
+        self.summary: RunSummary | None = None
+        """What :meth:`save` has written."""
 
     @classmethod
     def start(
@@ -173,10 +175,10 @@ class TrainingRun:
                         self._trainer.model, self._inputs.tokenizer, self._folder.policy_dir, self._config.model.dtype
                     )
             finally:
-                write_json_atomic(self._folder.summary_path, self.summary().to_json())
+                self.summary = self._summarise()
+                write_json_atomic(self._folder.summary_path, self.summary.to_json())
 
-    def summary(self) -> RunSummary:
-        """The run so far."""
+    def _summarise(self) -> RunSummary:
         before = self._evaluations[0] if self._evaluations else None
         after = self._evaluations[-1] if len(self._evaluations) > 1 else None
         reward_first5, reward_last5 = edge_means(self._rewards.history)
