@@ -81,6 +81,17 @@ def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def assert_all_gone(processes: list[psutil.Process], timeout_s: float = 30.0) -> None:
-    """None of ``processes`` is alive after at most ``timeout_s``."""
-    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
-    assert not alive, f"orphans: {[(p.pid, p.name()) for p in alive]}"
+    """None of ``processes`` runs after at most ``timeout_s``; a zombie that init has not collected is gone."""
+    deadline = time.monotonic() + timeout_s
+    running = processes
+    while running and time.monotonic() < deadline:
+        psutil.wait_procs(running, timeout=0.5)
+        running = [process for process in running if _runs(process)]
+    assert not running, f"orphans: {[(p.pid, p.name()) for p in running]}"
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -209,7 +209,8 @@ def test_a_signal_leaves_no_orphans(signum: signal.Signals, tmp_path: Path, tiny
         process.communicate(timeout=60)
     finally:
         process.kill()
-    assert_all_gone(started)
+    # After kill -9 Ray's own agents notice by themselves, which takes them up to a minute.
+    assert_all_gone(started, timeout_s=120)
     if signum is signal.SIGKILL:
         return
     assert process.returncode == 128 + signum
