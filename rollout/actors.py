@@ -55,13 +55,13 @@ class RolloutActor(RolloutWorker):
 
         def build() -> RolloutEngine:
             if cores is not None:
-                _pin(cores)
+                pin(cores)
             return factory.build()
 
         self.run(build)
 
 
-def _pin(cores: Sequence[int]) -> None:
+def pin(cores: Sequence[int]) -> None:
     """Bind this process. Before torch is imported, so that it sizes its thread pool; Ray's threads exist already."""
     for thread in Path("/proc/self/task").iterdir():
         with suppress(ProcessLookupError):  # a thread may end meanwhile
@@ -77,12 +77,13 @@ def remote_worker(rank: int, section: RolloutSection, group: PlacementGroup) -> 
         "max_restarts": 0,
         "concurrency_groups": {LOOP_GROUP: 1, CONTROL_GROUP: _CONTROL_THREADS},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-        "runtime_env": {"env_vars": _environment(section)},
+        "runtime_env": {"env_vars": worker_environment(section)},
     }
     return ray.remote(**options)(RolloutActor).remote(rank)
 
 
-def _environment(section: RolloutSection) -> dict[str, str]:
+def worker_environment(section: RolloutSection) -> dict[str, str]:
+    """Environment variables of an engine's process."""
     if section.device == "gpu":
         return {}
     threads = str(section.cores_per_worker)

@@ -6,12 +6,13 @@ Two implementations: :class:`rollout.vllm_engine.VllmEngine` (the real one) and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from rollout.weight_sync import WeightPacket
-from tlt.config.schema import RolloutSection
+from rollout.weight_sync import DraftPacket, WeightPacket
+from tlt.config.schema import DraftSection, RolloutSection
+from tlt.spec.totals import SpecTotals
 from tlt.types import FinishReason, RolloutRequest
 
 
@@ -23,6 +24,8 @@ class Generated:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
+    acceptance_length: float | None = None
+    """See :class:`tlt.types.Response`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,16 @@ class RolloutEngine(Protocol):
     @property
     def policy_version(self) -> int:
         """Version of the weights in use; 0 is the checkpoint that the engine started from."""
+        ...
+
+    @property
+    def draft_version(self) -> int:
+        """Version of the drafter; 0 is the one that the engine started with, or none."""
+        ...
+
+    @property
+    def spec_totals(self) -> SpecTotals:
+        """Counts of speculative decoding since the engine started; all zero without a drafter."""
         ...
 
     @property
@@ -71,6 +84,19 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def load_draft(self, packet: DraftPacket) -> None:
+        """Replace the drafter; requests keep running, and their tokens are distributed as before.
+
+        Raises:
+            DraftRefusedError: no drafter to replace, the version does not grow, made for another target, wrong
+                shapes, or values that are not finite. The engine keeps the drafter that it has.
+        """
+        ...
+
+    def policy_state(self) -> Mapping[str, Any] | None:
+        """What the speculation policy has learned about this machine, as JSON; None without a policy."""
+        ...
+
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token after the first under the current weights, ``len(token_ids) - 1`` values."""
         ...
@@ -97,6 +123,11 @@ class EngineSpec:
     section: RolloutSection
     dtype: str = "bfloat16"
     trust_remote_code: bool = False
+    draft: DraftSection = DraftSection()
+    draft_path: str | None = None
+    """Folder of the head for ``draft.kind: eagle3``."""
+    policy_state: Mapping[str, Any] | None = None
+    """Of an earlier run on this machine; see :meth:`RolloutEngine.policy_state`."""
     seed: int = 0
     """Give each worker another one, or they draw the same responses for the samples of a prompt."""
 

@@ -6,10 +6,12 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollout.engine import Generated, StepResult
-from rollout.weight_sync import WeightPacket
-from tlt.errors import StaleWeightsError
+from rollout.weight_sync import DraftPacket, WeightPacket
+from tlt.errors import DraftRefusedError, StaleWeightsError
+from tlt.spec.totals import SpecTotals
 from tlt.types import FinishReason, RolloutRequest
 
 _FAKE_LOGPROB = -0.5
@@ -58,12 +60,23 @@ class FakeEngine:
         self._requests: dict[str, RolloutRequest] = {}
         self._tokens: dict[str, list[int]] = {}
         self._policy_version = 0
+        self._draft_version = 0
         self._steps = 0
 
     @property
     def policy_version(self) -> int:
         """See the protocol."""
         return self._policy_version
+
+    @property
+    def draft_version(self) -> int:
+        """See the protocol."""
+        return self._draft_version
+
+    @property
+    def spec_totals(self) -> SpecTotals:
+        """One step of K=0 per step taken: it drafts nothing."""
+        return SpecTotals(steps_by_k={0: self._steps} if self._steps else {})
 
     @property
     def num_running(self) -> int:
@@ -110,6 +123,16 @@ class FakeEngine:
         if self._requests:
             raise StaleWeightsError(f"{len(self._requests)} responses are unfinished")
         self._policy_version = packet.version
+
+    def load_draft(self, packet: DraftPacket) -> None:
+        """See the protocol."""
+        if packet.weights.version <= self._draft_version:
+            raise DraftRefusedError(f"drafter version {packet.weights.version} is not newer than {self._draft_version}")
+        self._draft_version = packet.weights.version
+
+    def policy_state(self) -> Mapping[str, Any] | None:
+        """See the protocol."""
+        return None
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """See the protocol."""

@@ -14,6 +14,7 @@ from rollout.actors import CONTROL_GROUP, LOOP_GROUP, Location, remote_worker
 from rollout.engine import EngineFactory
 from tlt.config.schema import RolloutSection
 from tlt.errors import WorkerStartError
+from tlt.spec.totals import SpecTotals
 from tlt.types import WorkerReport
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ class Member:
         self.restarts = 0
         self.num_generated_tokens = 0
         """In the life of the pool, restarts included."""
+        self.spec = SpecTotals()
+        """Likewise."""
         self._section = section
         self._group = group
         self._factory = factory
@@ -77,10 +80,12 @@ class Member:
             raise WorkerStartError(f"the process of worker {self.rank} did not come up: {error}") from error
         return location
 
-    def serve(self, cores: tuple[int, ...] | None, packet_ref: ray.ObjectRef | None) -> None:
-        """Build the engine in the process and load the current weights; returns before that is done."""
+    def serve(
+        self, cores: tuple[int, ...] | None, packet_ref: ray.ObjectRef | None, draft_ref: ray.ObjectRef | None = None
+    ) -> None:
+        """Build the engine in the process and load the current weights and drafter; returns before that is done."""
         self.loop_ref = self._actor.serve.options(concurrency_group=LOOP_GROUP).remote(self._factory, cores)
-        self.start_ref = self.call("wait_ready", packet_ref)
+        self.start_ref = self.call("wait_ready", packet_ref, draft_ref)
 
     def finish_start(self) -> None:
         """The start call has come back: take its result and open the first poll.
@@ -110,6 +115,7 @@ class Member:
         """Book what the worker says it has done since its last report."""
         last = self._last_report
         self.num_generated_tokens += report.num_generated_tokens - (last.num_generated_tokens if last else 0)
+        self.spec += report.spec - (last.spec if last else SpecTotals())
         if report.turns != self._turns:
             self.touch()
         self._turns = report.turns

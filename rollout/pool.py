@@ -24,10 +24,11 @@ from rollout.engine import EngineFactory
 from rollout.member import Member, MemberState, reason
 from rollout.placement import reserve
 from rollout.record import BusyTracker, OnProgress, RolloutProgress, RolloutRecord
-from rollout.weight_sync import WeightPacket, pack_weights
+from rollout.weight_sync import DraftPacket, WeightPacket, pack_weights
 from tlt.config.schema import RolloutSection
 from tlt.errors import StaleWeightsError, TltError, WorkerLostError, WorkerStartError
 from tlt.routing import LengthHistory, Router
+from tlt.spec.totals import SpecTotals
 from tlt.types import Response, RolloutRequest
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class RolloutPool:
         self._history = LengthHistory()
         self._packet: WeightPacket | None = None
         self._packet_ref: ray.ObjectRef | None = None
+        self._draft_ref: ray.ObjectRef | None = None
         self._cores: dict[int, tuple[int, ...]] = {}
         self.last_rollout: RolloutRecord | None = None
 
@@ -92,6 +94,11 @@ class RolloutPool:
         return sum(member.num_generated_tokens for member in self._members)
 
     @property
+    def spec_totals(self) -> SpecTotals:
+        """Speculative decoding in the life of the pool, all workers together."""
+        return sum((member.spec for member in self._members), SpecTotals())
+
+    @property
     def num_restarts(self) -> int:
         """Workers restarted so far."""
         return sum(member.restarts for member in self._members)
@@ -104,7 +111,7 @@ class RolloutPool:
             TltError: an engine refused a request.
         """
         router = Router(requests, self._history, capacity=self._section.max_num_seqs)
-        begin, tokens_before = time.monotonic(), self.num_generated_tokens
+        begin, tokens_before, spec_before = time.monotonic(), self.num_generated_tokens, self.spec_totals
         tracker = BusyTracker(self.num_workers, begin)
         try:
             while not router.done:
@@ -118,12 +125,15 @@ class RolloutPool:
                             num_busy=tracker.num_busy,
                             num_idle=self.num_workers - tracker.num_busy,
                             elapsed_s=time.monotonic() - begin,
+                            spec=self.spec_totals - spec_before,
                         )
                     )
         except BaseException:
             self._abort(router)
             raise
-        self.last_rollout = tracker.finish(time.monotonic(), self.num_generated_tokens - tokens_before)
+        self.last_rollout = tracker.finish(
+            time.monotonic(), self.num_generated_tokens - tokens_before, self.spec_totals - spec_before
+        )
         return router.responses()
 
     def sync_weights(self, state: Mapping[str, torch.Tensor]) -> int:
@@ -132,6 +142,19 @@ class RolloutPool:
         self._packet, self._packet_ref = packet, ray.put(packet)
         self._broadcast("load_weights", self._packet_ref)
         return packet.version
+
+    def load_draft(self, packet: DraftPacket) -> list[float]:
+        """Replace every worker's drafter, also in the middle of a rollout; seconds per worker.
+
+        Raises:
+            DraftRefusedError: an engine refuses it; see :meth:`rollout.engine.RolloutEngine.load_draft`.
+        """
+        self._draft_ref = ray.put(packet)
+        return self._broadcast("load_draft", self._draft_ref)
+
+    def policy_states(self) -> list[Mapping[str, Any] | None]:
+        """Per worker: what its speculation policy has learned."""
+        return self._broadcast("policy_state")
 
     def score(self, token_ids: Sequence[int]) -> list[list[float]]:
         """Per worker: log-probabilities of ``token_ids[1:]`` under the weights that it uses."""
@@ -152,12 +175,12 @@ class RolloutPool:
         if self._section.device == "cpu":
             self._cores = _share_cores(located, self._section.cores_per_worker)
         for member in self._members:
-            member.serve(self._cores.get(member.rank), self._packet_ref)
+            member.serve(self._cores.get(member.rank), self._packet_ref, self._draft_ref)
 
     def _relaunch(self, member: Member) -> None:
         """Start a lost worker anew, on the same bundle and cores; returns before it is up."""
         member.create()
-        member.serve(self._cores.get(member.rank), self._packet_ref)
+        member.serve(self._cores.get(member.rank), self._packet_ref, self._draft_ref)
 
     def _await_ready(self) -> None:
         while starting := [member for member in self._members if member.state is MemberState.STARTING]:
@@ -288,8 +311,8 @@ class RolloutPool:
                     self._lose(member, reason(error), None)
                 else:
                     continue
-                if method == "load_weights":
-                    results[member.rank] = None  # a new worker loads the current weights as part of its start
+                if method in ("load_weights", "load_draft"):
+                    results[member.rank] = None  # a new worker loads what is current as part of its start
         self._await_ready()
         return [results[member.rank] for member in self._members]
 

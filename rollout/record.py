@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tlt.spec.totals import SpecTotals
+
 Interval = tuple[float, float]
 """Begin and end, readings of ``time.monotonic()`` on the driver, in seconds."""
 
@@ -21,6 +23,8 @@ class RolloutProgress:
     """Workers that hold requests."""
     num_idle: int
     elapsed_s: float
+    spec: SpecTotals = SpecTotals()
+    """Speculative decoding so far in this rollout."""
 
 
 OnProgress = Callable[[RolloutProgress], None]
@@ -35,6 +39,8 @@ class RolloutRecord:
     num_tokens: int
     busy: tuple[tuple[Interval, ...], ...]
     """Per worker rank: the intervals in which it held requests."""
+    spec: SpecTotals = SpecTotals()
+    """Speculative decoding in this rollout, all workers together."""
 
     def idle(self, worker: int) -> list[Interval]:
         """The gaps of a worker: device time with nothing scheduled. With ``busy`` they add up to the rollout."""
@@ -69,9 +75,11 @@ class BusyTracker:
             self._intervals[worker].append((since, now))
             self._since[worker] = None
 
-    def finish(self, now: float, num_tokens: int) -> RolloutRecord:
+    def finish(self, now: float, num_tokens: int, spec: SpecTotals | None = None) -> RolloutRecord:
         """Close what is open."""
         for worker in range(len(self._since)):
             self.look(worker, False, now)
         busy = tuple(tuple(intervals) for intervals in self._intervals)
-        return RolloutRecord(begin_s=self._begin_s, end_s=now, num_tokens=num_tokens, busy=busy)
+        return RolloutRecord(
+            begin_s=self._begin_s, end_s=now, num_tokens=num_tokens, busy=busy, spec=spec or SpecTotals()
+        )

@@ -41,3 +41,43 @@ def repair_stale_lm_head(model: torch.nn.Module) -> bool:
     lm_head.quant_method.process_weights_after_loading(lm_head)
     logger.debug("lm_head was packed from old weights (relative error %.3f); packed it again", error)
     return True
+
+
+def expand_is_broken() -> bool:
+    """Probe: do per-request values reach the tokens of a request on this CPU?"""
+    from vllm.v1.sample import rejection_sampler
+
+    # Eighths are exact, and compared as Python numbers: no tensor with the right answer may lie in freed memory.
+    for first, second in ((0.5, 1.25), (0.75, 1.5)):
+        values, ends = torch.tensor([first, second]), torch.tensor([2, 5])
+        if rejection_sampler.expand_batch_to_tokens(values, ends, 5).tolist() != [first] * 2 + [second] * 3:
+            return True
+    return False
+
+
+def repair_expand() -> bool:
+    """Make temperature, top-k and top-p reach drafted tokens on a CPU; returns whether a repair was needed.
+
+    ``vllm/utils/cpu_triton_utils.py::_expand_kernel_impl`` converts its output tensor to int64, which makes a copy,
+    and fills the copy: what the caller gets is uninitialised memory. Speculative decoding at temperature > 0 then
+    samples from a visibly wrong distribution (and accepts about 2 % of drafts), without any error.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    if not expand_is_broken():
+        return False
+    rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+    logger.debug("vLLM's CPU stand-in for expand_kernel does not write its output; replaced it")
+    return True
+
+
+def _expand_batch_to_tokens(
+    x: torch.Tensor,  # [num_requests]
+    cu_num_tokens: torch.Tensor,  # [num_requests] running sum of token counts
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return torch.repeat_interleave(replaced, counts, output_size=num_tokens)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rollout.engine import EngineSpec, Generated, StepResult
-from rollout.weight_sync import WeightPacket
-from tlt.errors import StaleWeightsError
+from rollout.speculation import Speculation, speculation_args
+from rollout.weight_sync import DraftPacket, WeightPacket
+from tlt.errors import DraftRefusedError, StaleWeightsError
+from tlt.spec.totals import SpecTotals
 from tlt.types import FinishReason, RolloutRequest, SamplingSpec
 
 # Read by vLLM when it is imported: set before the import below, which is why that import is not at the top.
@@ -24,7 +27,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 _GIB = 1 << 30
@@ -48,11 +51,25 @@ class VllmEngine:
         self._partials: dict[str, _Partial] = {}
         self._max_model_len = spec.section.max_model_len
         self._policy_version = 0
+        self._speculation: Speculation | None = None
+        if spec.draft.kind != "off":
+            self._speculation = Speculation(spec, self._engine.collective_rpc("tlt_setup_drafting")[0])
+            self._scheduler.controller = self._speculation.controller
 
     @property
     def policy_version(self) -> int:
         """See the protocol."""
         return self._policy_version
+
+    @property
+    def draft_version(self) -> int:
+        """See the protocol."""
+        return self._speculation.draft_version if self._speculation else 0
+
+    @property
+    def spec_totals(self) -> SpecTotals:
+        """See the protocol."""
+        return self._speculation.controller.totals if self._speculation else SpecTotals()
 
     @property
     def num_running(self) -> int:
@@ -99,7 +116,7 @@ class VllmEngine:
             )
             num_new_tokens += len(delta.token_ids)
             if output.finished:
-                finished.append(self._finish(output.request_id, FinishReason(delta.finish_reason)))
+                finished.append(self._finish(output.request_id, delta))
         return StepResult(finished=tuple(finished), num_new_tokens=num_new_tokens)
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -124,6 +141,26 @@ class VllmEngine:
         if not self._engine.reset_prefix_cache():
             raise StaleWeightsError("vLLM refused to reset its prefix cache although no request is running")
         self._policy_version = packet.version
+        if self._speculation:
+            self._speculation.on_policy_changed()
+
+    def load_draft(self, packet: DraftPacket) -> None:
+        """See the protocol."""
+        if self._speculation is None:
+            raise DraftRefusedError("this engine has no drafter to replace; start it with draft.kind=eagle3")
+        self._speculation.check(packet)
+        self._engine.collective_rpc("tlt_load_draft", args=(packet.weights,))
+        self._speculation.on_draft_changed(packet)
+
+    def policy_state(self) -> Mapping[str, Any] | None:
+        """See the protocol."""
+        return self._speculation.policy_state() if self._speculation else None
+
+    def force_k(self, k: int | None) -> None:
+        """For measurements: draft ``k`` tokens in every step; None lets the policy choose again."""
+        assert self._speculation is not None, "needs an engine with a drafter"
+        self._speculation.controller.forced = k
+        self._speculation.controller.forget_step()
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """See the protocol."""
@@ -145,14 +182,24 @@ class VllmEngine:
         """See the protocol."""
         self._engine.engine_core.shutdown()
 
-    def _finish(self, request_id: str, reason: FinishReason) -> Generated:
+    def _finish(self, request_id: str, last: CompletionOutput) -> Generated:
         partial = self._partials.pop(request_id)
         return Generated(
             request_id=request_id,
             token_ids=tuple(partial.token_ids),
             logprobs=tuple(partial.logprobs),
-            finish_reason=reason,
+            finish_reason=FinishReason(last.finish_reason),
+            acceptance_length=_acceptance_length(last),
         )
+
+
+def _acceptance_length(output: CompletionOutput) -> float | None:
+    """From vLLM's histogram of accepted drafts, whose entry j counts the verifications that accepted j."""
+    metrics = output.spec_decode_metrics
+    num_verifications = sum(metrics.histogram) if metrics is not None else 0
+    if metrics is None or not num_verifications:
+        return None
+    return 1.0 + sum(j * count for j, count in enumerate(metrics.histogram)) / num_verifications
 
 
 def _engine_args(spec: EngineSpec) -> EngineArgs:
@@ -178,6 +225,7 @@ def _engine_args(spec: EngineSpec) -> EngineArgs:
         logprobs_mode="processed_logprobs",
         worker_extension_cls="rollout.vllm_extension.PolicyExtension",
         disable_log_stats=True,
+        **speculation_args(spec),
     )
 
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 from rollout.vllm_compat import repair_stale_lm_head
+from rollout.vllm_drafting import DraftingExtension
 from rollout.weight_sync import WeightPacket
 
 
-class PolicyExtension:
-    """Policy weight updates; method names carry a prefix because they share a namespace with vLLM's own."""
+class PolicyExtension(DraftingExtension):
+    """Policy weight updates, and the drafter's (inherited).
+
+    Method names carry a prefix because they share a namespace with vLLM's own.
+    """
 
     model_runner: Any
     """Set by vLLM's worker, which this class is mixed into."""

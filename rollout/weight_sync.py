@@ -35,6 +35,16 @@ class WeightPacket:
             yield name, torch.from_numpy(array).view(dtype)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPacket:
+    """A drafter's weights (never the embedding, which is the target's), with what they were trained for."""
+
+    target: str
+    """The target model as the head's checkpoint names it; an engine refuses a head made for another one."""
+    weights: WeightPacket
+    """Its version is the drafter's, counted apart from the policy's."""
+
+
 def pack_weights(version: int, state: Mapping[str, torch.Tensor], dtype: str) -> WeightPacket:
     """Cast a state dict to ``dtype`` ("bfloat16", "float16" or "float32") and pack it for the object store."""
     import torch

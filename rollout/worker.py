@@ -15,14 +15,15 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from rollout.engine import Generated, RolloutEngine
-from rollout.weight_sync import WeightPacket
+from rollout.weight_sync import DraftPacket, WeightPacket
 from tlt.errors import WorkerLostError
+from tlt.spec.totals import SpecTotals
 from tlt.types import Response, RolloutRequest, WorkerReport
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class RolloutWorker:
         self._outbox: list[Response] = []
         self._turns = 0
         self._num_generated_tokens = 0
+        self._spec = SpecTotals()
         self._closed = False
 
     # ---- loop thread
@@ -88,6 +90,7 @@ class RolloutWorker:
         with self._published:
             self._turns += 1
             self._num_generated_tokens += result.num_new_tokens
+            self._spec = engine.spec_totals
             self._outbox.extend(responses)
             if responses:
                 self._published.notify_all()
@@ -121,6 +124,8 @@ class RolloutWorker:
             policy_version=engine.policy_version,
             worker=self._rank,
             generate_s=now - in_flight.begin_s,
+            acceptance_length=generated.acceptance_length,
+            draft_version=engine.draft_version,
         )
 
     def _close(self) -> None:
@@ -135,11 +140,13 @@ class RolloutWorker:
 
     # ---- control threads
 
-    def wait_ready(self, packet: WeightPacket | None = None) -> None:
-        """Block until the engine is up, with the weights of ``packet``; raises what its construction raised."""
+    def wait_ready(self, packet: WeightPacket | None = None, draft: DraftPacket | None = None) -> None:
+        """Block until the engine is up, with the given weights and drafter; raises what its construction raised."""
         self._ready.result()
         if packet is not None:
             self.load_weights(packet)
+        if draft is not None:
+            self.load_draft(draft)
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Hand requests to the engine; raises ``ValueError`` if the engine refuses one."""
@@ -172,6 +179,22 @@ class RolloutWorker:
         seconds: float = self._call(load)
         return seconds
 
+    def load_draft(self, packet: DraftPacket) -> float:
+        """Replace the drafter between two steps, while requests run; returns the seconds it took."""
+
+        def load(engine: RolloutEngine) -> float:
+            begin = time.monotonic()
+            engine.load_draft(packet)
+            return time.monotonic() - begin
+
+        seconds: float = self._call(load)
+        return seconds
+
+    def policy_state(self) -> Mapping[str, Any] | None:
+        """What the speculation policy has learned."""
+        state: Mapping[str, Any] | None = self._call(lambda engine: engine.policy_state())
+        return state
+
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities of ``token_ids[1:]`` under the weights in use."""
         logprobs: list[float] = self._call(lambda engine: engine.score(token_ids))
@@ -187,6 +210,7 @@ class RolloutWorker:
                 responses=responses,
                 turns=self._turns,
                 num_generated_tokens=self._num_generated_tokens,
+                spec=self._spec,
             )
 
     def stop(self) -> None:

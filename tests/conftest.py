@@ -43,7 +43,15 @@ def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def build_tiny_llama(folder: Path, *, seed: int) -> None:
+@pytest.fixture(scope="session")
+def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As ``tiny_llama_dir``, with eight layers: an EAGLE-3 head reads the states of three different ones."""
+    folder = tmp_path_factory.mktemp("tiny-target")
+    build_tiny_llama(folder, seed=0, num_layers=8)
+    return folder
+
+
+def build_tiny_llama(folder: Path, *, seed: int, num_layers: int = 2) -> None:
     """Write the model of :func:`tiny_llama_dir`; another seed gives other weights of the same shapes."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -53,7 +61,7 @@ def build_tiny_llama(folder: Path, *, seed: int) -> None:
         vocab_size=256 + len(SPECIAL_TOKENS),
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,

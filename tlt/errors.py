@@ -39,3 +39,11 @@ class WorkerLostError(TltError):
 
 class StaleWeightsError(TltError):
     """An engine refuses, or does not really use, the weights that it was given."""
+
+
+class DraftRefusedError(TltError):
+    """An engine refuses a drafter: stale version, other target, wrong shapes, or values that are not finite."""
+
+
+class DraftTrainingError(TltError):
+    """The training of a drafter cannot go on: its loss or a gradient is not finite."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tlt.spec.totals import SpecTotals
+
 
 class FinishReason(StrEnum):
     """Why a response ended, in vLLM's terms."""
@@ -69,6 +71,10 @@ class Response:
     """Rank of the worker in the pool."""
     generate_s: float
     """Seconds from submission to the engine until the last token."""
+    acceptance_length: float | None = None
+    """Mean accepted draft tokens per verification + 1; None if no draft of this response was ever verified."""
+    draft_version: int = 0
+    """Version of the drafter when the response was finished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,3 +88,5 @@ class WorkerReport:
     """Turns of the worker loop so far: a busy worker whose count stands still is stuck."""
     num_generated_tokens: int
     """Tokens sampled so far in the life of the worker."""
+    spec: SpecTotals = SpecTotals()
+    """Counts of speculative decoding in the life of the worker."""

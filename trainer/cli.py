@@ -6,6 +6,7 @@ Exit codes: 0 ok, 1 the run failed, 2 bad input, 128 + n ended by signal n.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import logging
@@ -15,7 +16,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from tlt.config.bench_schema import BenchConfig
+from tlt.config.draft_schema import WarmupConfig
 from tlt.config.loader import dump_config, load_config, schema_of
 from tlt.config.sft_schema import SftConfig
 from tlt.errors import TltError
@@ -90,6 +94,56 @@ def _sft(arguments: argparse.Namespace) -> None:
     print(run_sft(config))
 
 
+def _draft_warmup(arguments: argparse.Namespace) -> None:
+    config = load_config(arguments.config, arguments.overrides, WarmupConfig)
+
+    from trainer.warmup import run_warmup
+
+    print(run_warmup(config))
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    config = load_config(arguments.config, arguments.overrides, BenchConfig)
+    if arguments.bench == "spec":
+        from trainer.bench.spec import bench_spec
+
+        summary = bench_spec(config, sys.argv)
+    elif arguments.bench == "useless-drafter":
+        from trainer.bench.useless_drafter import bench_useless_drafter
+
+        summary = bench_useless_drafter(config, sys.argv)
+    else:
+        from trainer.bench.calibrate import bench_calibrate
+
+        summary = bench_calibrate(config)
+    print(json.dumps(summary))
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    from trainer.doctor import Status, examine
+
+    findings = examine()
+    if not arguments.json:
+        for finding in findings:
+            print(f"{finding.status:<10}  {finding.what:<40} {finding.detail}")
+    report: dict[str, Any] = {"findings": [dataclasses.asdict(finding) for finding in findings]}
+    passed = all(finding.status is not Status.BROKEN for finding in findings)
+    if arguments.lossless:
+        config = load_config(arguments.config, arguments.overrides, BenchConfig)
+
+        from trainer.bench.lossless import check_lossless
+
+        lossless = check_lossless(config)
+        report |= lossless.to_json()
+        passed &= lossless.passed
+        if not arguments.json:
+            print("\n".join(f"{name}: {value}" for name, value in lossless.to_json().items()))
+    if arguments.json:
+        print(json.dumps(report))
+    if not passed:
+        raise TltError("the check failed; see the lines marked BROKEN and the figures above")
+
+
 def _model_fetch(arguments: argparse.Namespace) -> None:
     from trainer.models import fetch_model
 
@@ -108,6 +162,9 @@ def _parser() -> argparse.ArgumentParser:
     configured.add_argument(
         "overrides", nargs="*", metavar="key.sub=value", help="overrides of the file, e.g. learner.max_steps=5"
     )
+    measured = argparse.ArgumentParser(add_help=False, parents=[common])
+    measured.add_argument("config", type=Path, nargs="?", default=Path("configs/bench_cpu.yaml"), help="YAML file")
+    measured.add_argument("overrides", nargs="*", metavar="key.sub=value", help="overrides of the file")
 
     parser = argparse.ArgumentParser(prog="tlt", description="GRPO on Ray and vLLM")
     parser.add_argument("--version", action="version", version=f"tlt-rl {importlib.metadata.version('tlt-rl')}")
@@ -119,6 +176,24 @@ def _parser() -> argparse.ArgumentParser:
 
     sft = commands.add_parser("sft", parents=[configured], help="make a cold-started model by supervised training")
     sft.set_defaults(command=_sft)
+
+    draft = commands.add_parser("draft", help="work with drafters").add_subparsers(required=True)
+    warmup = draft.add_parser("warmup", parents=[configured], help="train a drafter on responses of its target")
+    warmup.set_defaults(command=_draft_warmup)
+
+    bench = commands.add_parser("bench", help="measure drafting on this machine").add_subparsers(required=True)
+    for name, what in {
+        "spec": "speed with and without drafting, by batch size",
+        "useless-drafter": "what a random drafter costs",
+        "calibrate": "fit the step-time model that the policy starts from",
+    }.items():
+        one = bench.add_parser(name, parents=[measured], help=what)
+        one.set_defaults(command=_bench, bench=name)
+
+    doctor = commands.add_parser("doctor", parents=[measured], help="check this machine")
+    doctor.add_argument("--lossless", action="store_true", help="also show that drafting changes no output (minutes)")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.set_defaults(command=_doctor)
 
     config = commands.add_parser("config", help="work with configurations").add_subparsers(required=True)
     show = config.add_parser("show", parents=[configured], help="print the resolved configuration")

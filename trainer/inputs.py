@@ -9,6 +9,7 @@ from tlt.config.schema import TrainConfig
 from tlt.errors import ConfigError
 from trainer.data import PromptSet, load_prompts
 from trainer.policy import load_tokenizer, resolve_policy
+from trainer.warmup import resolve_draft
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,12 +21,14 @@ class RunInputs:
 
     model_path: str
     """Local folder of the policy."""
+    draft_path: str | None
+    """Local folder of the drafter's head; None if the run drafts without one."""
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSet
 
 
 def read_inputs(config: TrainConfig) -> RunInputs:
-    """Resolve the model (a cold start is made now if it is missing) and read the prompts.
+    """Resolve the model and the head (a cold start or warm-up is made now if it is missing) and read the prompts.
 
     Raises:
         ConfigError: a model or data source cannot be had, or gives fewer prompts than one step needs.
@@ -39,4 +42,6 @@ def read_inputs(config: TrainConfig) -> RunInputs:
             f"{config.learner.prompts_per_step} wants that many different ones in each step; "
             "lower it, or give more prompts"
         )
-    return RunInputs(model_path=model_path, tokenizer=tokenizer, prompts=prompts)
+    head = config.draft.path
+    draft_path = None if head is None else str(resolve_draft(head))
+    return RunInputs(model_path=model_path, draft_path=draft_path, tokenizer=tokenizer, prompts=prompts)

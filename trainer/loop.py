@@ -58,6 +58,7 @@ def run_training(config: TrainConfig, *, argv: Sequence[str], level: int = loggi
             run.evaluate()
             run.train()
             run.evaluate()
+            run.save_policy_state()
             run.completed = True
         except BaseException as error:
             # Said before the clean-up, which may fail too and would then hide it.

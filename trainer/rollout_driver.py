@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.pool import RolloutPool
 from rollout.record import RolloutProgress, RolloutRecord
@@ -115,6 +115,7 @@ class RolloutDriver:
             "rollout/num_responses": len(responses),
             "rollout/idle_share": sum(idle) / (wall * len(idle)),
             "rollout/num_restarts": self._pool.num_restarts,
+            **(record.spec.metrics() if record.spec.steps_by_k else {}),
         }
         self._progress.enter(Phase.LEARN)
         return responses
@@ -123,6 +124,10 @@ class RolloutDriver:
         """Generate outside training: shown, but not part of the training figures."""
         responses, _ = self._rollout(requests, Phase.EVAL)
         return responses
+
+    def policy_state(self) -> Mapping[str, Any] | None:
+        """What the first worker's speculation policy has learned; the others see the same machine."""
+        return self._pool.policy_states()[0]
 
     def _rollout(self, requests: Sequence[RolloutRequest], phase: Phase) -> tuple[list[Response], RolloutRecord]:
         with self._clock.phase(phase):
@@ -143,6 +148,7 @@ class RolloutDriver:
             total=progress.num_total,
             busy=progress.num_busy,
             tokens_per_s=progress.num_tokens / progress.elapsed_s if progress.elapsed_s > 0 else None,
+            acceptance_length=progress.spec.acceptance_length,
         )
 
     def _write_spans(self, kind: SpanKind, begin: float, end: float) -> None:

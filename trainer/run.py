@@ -27,6 +27,7 @@ from trainer.inputs import RunInputs
 from trainer.learner import PoolGRPOTrainer, StepMetrics, build_learner
 from trainer.learner_metrics import learner_metrics
 from trainer.policy import save_policy
+from trainer.policy_state import policy_key, policy_store
 from trainer.rewards import RewardRunner
 from trainer.rollout_driver import RolloutDriver
 from trainer.training_rewards import TrainingRewards
@@ -107,7 +108,7 @@ class TrainingRun:
             stack.enter_context(ray_session())
             logger.info("starting %d rollout workers", config.rollout.num_workers)
             pool = stack.enter_context(
-                RolloutPool.start(config.rollout, _engine_specs(config, inputs.model_path), dtype=config.model.dtype)
+                RolloutPool.start(config.rollout, _engine_specs(config, inputs), dtype=config.model.dtype)
             )
             progress = stack.enter_context(
                 Progress(open_view(console), num_steps=config.learner.max_steps, num_workers=config.rollout.num_workers)
@@ -165,6 +166,15 @@ class TrainingRun:
             result.format_rate,
             result.num_prompts,
         )
+
+    def save_policy_state(self) -> None:
+        """Keep what the speculation policy has learned about this machine for the next run."""
+        config = self._config
+        if config.draft.kind == "off" or config.draft.fixed is not None:
+            return
+        state = self._driver.policy_state()
+        if state is not None:
+            policy_store().save(state, *policy_key(config.model.name, config.rollout, config.draft))
 
     def save(self) -> None:
         """Write policy and summary; also of a run that failed, once a step is done."""
@@ -234,12 +244,18 @@ def _probe_text(prompts: PromptSet, max_model_len: int) -> list[int]:
     return tokens[: min(_PROBE_TOKENS, max_model_len - 1)]
 
 
-def _engine_specs(config: TrainConfig, model_path: str) -> list[EngineSpec]:
+def _engine_specs(config: TrainConfig, inputs: RunInputs) -> list[EngineSpec]:
+    policy_state = None
+    if config.draft.kind != "off" and config.draft.fixed is None:
+        policy_state = policy_store().load(*policy_key(config.model.name, config.rollout, config.draft))
     return [
         EngineSpec(
-            model_path=model_path,
+            model_path=inputs.model_path,
             dtype=config.model.dtype,
             trust_remote_code=config.model.trust_remote_code,
+            draft=config.draft,
+            draft_path=inputs.draft_path,
+            policy_state=policy_state,
             # Workers must not draw the same random numbers for the samples of one prompt.
             seed=config.run.seed * config.rollout.num_workers + rank,
             section=config.rollout,

@@ -14,6 +14,8 @@ from typing import Any, TypeVar, overload
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined, to_jsonable_python
 
+from tlt.config.bench_schema import BenchConfig
+from tlt.config.draft_schema import WarmupConfig
 from tlt.config.problems import child, describe, dotted, key_path, place_at
 from tlt.config.schema import Section, TrainConfig
 from tlt.config.sft_schema import SftConfig
@@ -56,13 +58,19 @@ def load_config(path: Path, overrides: Sequence[str] = (), schema: type[Section]
     raise ConfigError("\n".join([f"{path}: {count}", *(f"  {problem}" for problem in problems)]))
 
 
-def schema_of(path: Path) -> type[TrainConfig] | type[SftConfig]:
-    """Which schema a file is written for: with an ``sft`` section for ``tlt sft``, else for ``tlt train``.
+def schema_of(path: Path) -> type[TrainConfig] | type[SftConfig] | type[WarmupConfig] | type[BenchConfig]:
+    """Which schema a file is written for: with an ``sft`` section for ``tlt sft``, with a ``responses`` section for
+    ``tlt draft warmup``, with a ``bench`` section for ``tlt bench``, else for ``tlt train``.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    return SftConfig if "sft" in _read(path).data else TrainConfig
+    sections = _read(path).data
+    if "sft" in sections:
+        return SftConfig
+    if "bench" in sections:
+        return BenchConfig
+    return WarmupConfig if "responses" in sections else TrainConfig
 
 
 def dump_config(config: Section) -> str:

@@ -157,6 +157,52 @@ class RolloutSection(Section):
         return self
 
 
+class DraftSection(Section):
+    """Speculative drafting. It changes the speed of a rollout and never its distribution."""
+
+    kind: Literal["off", "eagle3", "ngram"] = "off"
+    """``eagle3``: a trained head; ``ngram``: prompt lookup, without a model (the paper's TLT-Base)."""
+    path: str | None = None
+    """Head of ``kind: eagle3``: a folder in the published EAGLE-3 layout, or ``draft:CONFIG`` for the one that
+    ``tlt draft warmup CONFIG`` makes."""
+    arms: tuple[NonNegativeInt, ...] = (0, 1, 2, 3, 5, 7)
+    """Numbers of draft tokens that the policy chooses from at every engine step. 0 must be among them: it is what
+    drafting falls back to where it does not pay."""
+    fixed: NonNegativeInt | None = None
+    """Draft this many tokens in every step, without a policy (for measurements)."""
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    """How the head picks its drafts. Both are lossless; probabilistic ones are accepted more often at high
+    temperature, and cost work over the whole vocabulary."""
+    prompt_lookup_min: PositiveInt = 2
+    """Shortest n-gram that ``kind: ngram`` looks up."""
+    prompt_lookup_max: PositiveInt = 5
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Most tokens that a step may draft; the engine plans its memory for it."""
+        return max(self.arms) if self.fixed is None else self.fixed
+
+    @model_validator(mode="after")
+    def _rules(self) -> DraftSection:
+        if (self.kind == "eagle3") != (self.path is not None):
+            raise ValueError(
+                f"draft.path={self.path} with draft.kind={self.kind}: a head is needed for, and only used with, "
+                "kind eagle3; set draft.path to a head's folder or draft:configs/drafter_cpu.yaml, or remove it"
+            )
+        if sorted(set(self.arms)) != list(self.arms) or 0 not in self.arms or len(self.arms) < 2:
+            raise ValueError(
+                f"draft.arms={list(self.arms)} must be ascending, without repetition, and contain 0 and another number"
+            )
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"draft.prompt_lookup_min={self.prompt_lookup_min} is above "
+                f"prompt_lookup_max={self.prompt_lookup_max}; lower it"
+            )
+        if self.kind != "off" and self.max_draft_tokens == 0:
+            raise ValueError(f"draft.fixed=0 never drafts; set draft.kind=off instead of {self.kind}")
+        return self
+
+
 class LearnerSection(Section):
     """GRPO through TRL; names and meanings are those of ``trl.GRPOConfig``."""
 
@@ -229,6 +275,7 @@ class TrainConfig(Section):
     data: DataSection
     rewards: RewardSection = RewardSection()
     rollout: RolloutSection = RolloutSection()
+    draft: DraftSection = DraftSection()
     learner: LearnerSection = LearnerSection()
     eval: EvalSection = EvalSection()
     logging: LoggingSection = LoggingSection()

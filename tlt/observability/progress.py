@@ -47,6 +47,8 @@ class ProgressState:
     """Of the rollout in progress; 0 before it starts."""
     tokens_per_s: float | None = None
     """Generated tokens of all workers, latest figure."""
+    acceptance_length: float | None = None
+    """Of speculative decoding in the latest rollout; None without drafts."""
     workers_busy: int = 0
     reward: float | None = None
     """Mean of the last finished step."""
@@ -84,6 +86,8 @@ def _figures(state: ProgressState, now_s: float) -> list[str]:
     figures = []
     if state.tokens_per_s is not None:
         figures.append(f"{state.tokens_per_s:.0f} tok/s")
+    if state.acceptance_length is not None:
+        figures.append(f"accept length {state.acceptance_length:.2f}")
     if state.reward is not None:
         figures.append(f"reward {state.reward:.3f}")
     figures.append(f"{_duration(now_s - state.started_s)} elapsed")
@@ -211,7 +215,15 @@ class Progress:
         """Step ``step`` starts, counted from 1."""
         self.state = replace(self.state, step=step, step_started_s=self._clock())
 
-    def rollout(self, *, done: int, total: int, busy: int, tokens_per_s: float | None) -> None:
+    def rollout(
+        self,
+        *,
+        done: int,
+        total: int,
+        busy: int,
+        tokens_per_s: float | None,
+        acceptance_length: float | None = None,
+    ) -> None:
         """The pool reports."""
         self._set(
             replace(
@@ -220,6 +232,7 @@ class Progress:
                 responses_total=total,
                 workers_busy=busy,
                 tokens_per_s=tokens_per_s,
+                acceptance_length=acceptance_length,
             )
         )
 

@@ -36,12 +36,17 @@ def collect_provenance(argv: Sequence[str], started: datetime | None = None) -> 
         "git": git_state(_CHECKOUT),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "hardware": {
-            "platform": f"{platform.system()} {platform.machine()}",
-            "cpu_model": _cpu_model(),
-            "usable_cores": len(os.sched_getaffinity(0)),
-            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        },
+        "hardware": hardware(),
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """The machine: platform, processor, cores that this process may use, memory."""
+    return {
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu_model": _cpu_model(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
     }
 
 
