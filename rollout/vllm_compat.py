@@ -55,6 +55,18 @@ def expand_is_broken() -> bool:
     return False
 
 
+def expand_status() -> str:
+    """What ``tlt doctor`` says: "absent", "repaired" or "broken"; "other backend" where there is no CPU."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return "other backend"
+    current_platform.register_triton_kernel_overrides()  # as vLLM's worker does when it starts
+    if not repair_expand():
+        return "absent"
+    return "broken" if expand_is_broken() else "repaired"
+
+
 def repair_expand() -> bool:
     """Make temperature, top-k and top-p reach drafted tokens on a CPU; returns whether a repair was needed.
 

@@ -101,13 +101,7 @@ def verify(
     # vLLM's own argmax, so that ties fall as they do without drafts.
     best = _argmax(logits) if is_greedy.any() else None  # [num_rows]
     if temperature is not None:
-        divisor = torch.where(is_greedy, 1.0, temperature)
-        logits = logits / divisor[request_of_row].unsqueeze(-1)
-        logits = apply_top_k_top_p(
-            logits,
-            None if top_k is None else top_k[request_of_row],
-            None if top_p is None else top_p[request_of_row],
-        )
+        logits = _shape_logits(logits, request_of_row, torch.where(is_greedy, 1.0, temperature), top_k, top_p)
     log_z = torch.logsumexp(logits, dim=-1)  # [num_rows]
 
     # min(1, p/q) of every draft; q is 1 for a draft that was taken greedily
@@ -135,12 +129,27 @@ def verify(
     if best is not None:
         last = torch.where(is_greedy, best[last_row], last)
 
+    kept = grid.long().cumprod(dim=1).bool()  # [num_requests, width]
     token_ids = torch.full((num_requests, width), PLACEHOLDER_TOKEN_ID)
-    kept = grid.long().cumprod(dim=1).bool()
     token_ids[kept] = draft_token_ids[kept[request_of_draft, position]]
     token_ids[torch.arange(num_requests), num_accepted] = last
     rows = (first_row.unsqueeze(1) + torch.arange(width)).clamp(max=logits.shape[0] - 1)  # [num_requests, width]
     return Verdict(token_ids, logits[rows, token_ids.clamp(min=0)] - log_z[rows])
+
+
+def _shape_logits(
+    logits: torch.Tensor,  # [num_rows, vocab]
+    request_of_row: torch.Tensor,  # [num_rows]
+    temperature: torch.Tensor,  # [num_requests]
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+) -> torch.Tensor:
+    """Logits of the distribution that tokens are drawn from."""
+    return apply_top_k_top_p(
+        logits / temperature[request_of_row].unsqueeze(-1),
+        None if top_k is None else top_k[request_of_row],
+        None if top_p is None else top_p[request_of_row],
+    )
 
 
 def _draw_last(

@@ -74,18 +74,12 @@ def _upstream_bugs() -> list[Finding]:
     """Probes of :mod:`rollout.vllm_compat` that need no engine."""
     if not importlib.util.find_spec("vllm"):
         return [Finding(what="vllm", status=Status.BROKEN, detail="not installed")]
-    from vllm.platforms import current_platform
+    from rollout.vllm_compat import expand_status
 
-    from rollout.vllm_compat import expand_is_broken, repair_expand
-
-    what = "vLLM CPU: temperature of drafted tokens"
-    if not current_platform.is_cpu():
-        return [Finding(what=what, status=Status.OK, detail="not this backend")]
-    current_platform.register_triton_kernel_overrides()
-    if not repair_expand():
-        return [Finding(what=what, status=Status.OK, detail="the bug is not there; the workaround can go")]
-    status = Status.BROKEN if expand_is_broken() else Status.REPAIRED
-    return [Finding(what=what, status=status, detail="expand_kernel does not write its output")]
+    found = expand_status()
+    status = {"repaired": Status.REPAIRED, "broken": Status.BROKEN}.get(found, Status.OK)
+    detail = f"expand_kernel does not write its output: {found}"
+    return [Finding(what="vLLM CPU: temperature of drafted tokens", status=status, detail=detail)]
 
 
 def _version(package: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -48,8 +47,8 @@ def head_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
     folder = tmp_path_factory.mktemp("head") / "random"
     torch.manual_seed(0)
-    config = make_head_config(AutoConfig.from_pretrained(tiny_target_dir), draft_vocab_size=200)
-    save_head(folder, Eagle3Head(config, torch.arange(10, 210)), info={"target": {"name": "tiny", "sha256": "tiny"}})
+    config = make_head_config(AutoConfig.from_pretrained(tiny_target_dir), draft_vocab_size=250)
+    save_head(folder, Eagle3Head(config, torch.arange(9, 259)), info={"target": {"name": "tiny", "sha256": "tiny"}})
     return folder
 
 
@@ -81,17 +80,6 @@ def test_greedy_tokens_are_those_without_a_drafter(plain, drafting, k: int | Non
     assert {name: g.token_ids for name, g in got.items()} == {name: g.token_ids for name, g in plain.items()}
     for name, generated in got.items():
         assert generated.logprobs == pytest.approx(plain[name].logprobs, abs=1e-3)
-
-
-def test_ngram_drafts_change_nothing_and_are_accepted(tiny_target_dir: Path, plain) -> None:  # type: ignore[no-untyped-def]
-    """Catches a model-free drafter that is configured and never used, and one that changes outputs."""
-    draft = DraftSection(kind="ngram", arms=(0, 1, 3), prompt_lookup_min=1, prompt_lookup_max=3)
-    engine = EngineSpec(model_path=str(tiny_target_dir), dtype="float32", section=SECTION, draft=draft).build()
-    engine.force_k(3)  # type: ignore[attr-defined]
-    got = run(engine, [request(f"p{i}", prompt) for i, prompt in enumerate(PROMPTS)])
-    assert {name: g.token_ids for name, g in got.items()} == {name: g.token_ids for name, g in plain.items()}
-    assert sum(engine.spec_totals.num_drafted) > 0
-    engine.close()
 
 
 def test_limits_hold_with_drafts(drafting) -> None:  # type: ignore[no-untyped-def]
@@ -140,3 +128,92 @@ def test_abort_in_the_middle_leaves_the_others_alone(plain, drafting) -> None:  
     got = run(drafting, [])
     assert got["p0"].token_ids == plain["p0"].token_ids
     assert set(got) == {"p0"}
+
+
+@pytest.fixture(scope="module")
+def trained(plain, tiny_target_dir: Path, head_dir: Path):  # type: ignore[no-untyped-def]
+    """The head after some training on the very responses that the tests generate."""
+    from transformers import AutoModelForCausalLM
+
+    from tlt.draft.checkpoint import load_head
+    from tlt.draft.data import collate, pack
+    from tlt.draft.loss import FrozenTarget
+    from tlt.draft.trainer import DraftTrainer, DraftTrainSettings
+    from trainer.hidden_states import collect_hidden_states
+    from trainer.warmup_responses import TargetResponse
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_dir, dtype=torch.float32).eval()
+    head = load_head(head_dir)
+    responses = [
+        TargetResponse(prompt_token_ids=tuple(prompt), response_token_ids=plain[f"p{i}"].token_ids)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    states = collect_hidden_states(model, responses, head.config.eagle_aux_hidden_state_layer_ids)
+    weights = model.get_input_embeddings().weight
+    settings = DraftTrainSettings(num_ttt_steps=3, learning_rate=5e-3, warmup_steps=10, total_steps=200, bf16=False)
+    trainer = DraftTrainer(head, FrozenTarget(weights, weights), settings)
+    batch = collate(pack(states, tokens_per_row=256))
+    for _ in range(200):
+        trainer.micro_step(batch)
+    return head
+
+
+def packet(head, version: int, *, target: str = "tiny", change=None) -> DraftPacket:  # type: ignore[no-untyped-def]
+    from tlt.draft.checkpoint import trained_tensors
+
+    tensors = trained_tensors(head, torch.float32)
+    if change is not None:
+        name, value = change
+        tensors[name] = value
+    return DraftPacket(target=target, weights=pack_weights(version, tensors, "float32"))
+
+
+def test_a_head_that_does_not_fit_is_refused(drafting, trained) -> None:  # type: ignore[no-untyped-def]
+    """Catches a swap that would break acceptance silently: stale version, other target, wrong shape, NaN."""
+    with pytest.raises(DraftRefusedError, match="not newer"):
+        drafting.load_draft(packet(trained, drafting.draft_version))
+    with pytest.raises(DraftRefusedError, match="made for other"):
+        drafting.load_draft(packet(trained, 1, target="other"))
+    with pytest.raises(DraftRefusedError, match=r"fc.weight \(2, 2\)"):
+        drafting.load_draft(packet(trained, 1, change=("fc.weight", torch.zeros(2, 2))))
+    with pytest.raises(DraftRefusedError, match="not finite"):
+        drafting.load_draft(packet(trained, 1, change=("norm.weight", torch.full((64,), float("nan")))))
+    assert drafting.draft_version == 0
+
+
+def test_a_better_head_takes_over_while_requests_run(plain, drafting, trained) -> None:  # type: ignore[no-untyped-def]
+    """Catches a swap that changes outputs, needs requests to end, overwrites the embedding, or does not take effect."""
+    drafting.force_k(3)
+    before = drafting.spec_totals
+    for index, prompt in enumerate(PROMPTS):
+        drafting.add(request(f"p{index}", prompt))
+    for _ in range(12):
+        drafting.step()
+    middle = drafting.spec_totals
+    drafting.load_draft(packet(trained, drafting.draft_version + 1))
+    assert drafting.num_running == len(PROMPTS)
+    got = run(drafting, [])
+    assert {name: g.token_ids for name, g in got.items()} == {name: g.token_ids for name, g in plain.items()}
+    assert (middle - before).acceptance_length < 1.1
+    swapped = drafting.spec_totals
+    again = run(drafting, [request(f"p{i}", prompt) for i, prompt in enumerate(PROMPTS)])
+    # Running requests keep the old head's keys and values, so they gain less than new ones.
+    assert (swapped - middle).acceptance_length > 1.2
+    assert (drafting.spec_totals - swapped).acceptance_length > 2.5
+    assert {name: g.token_ids for name, g in again.items()} == {name: g.token_ids for name, g in plain.items()}
+    assert again["p0"].acceptance_length is not None
+    assert again["p0"].acceptance_length > 2.0
+
+
+def test_ngram_drafts_change_nothing_and_are_accepted(tiny_target_dir: Path, plain) -> None:  # type: ignore[no-untyped-def]
+    """Catches a model-free drafter that is configured and never used, and one that changes outputs.
+
+    The last test here: closing an engine ends the process groups that every engine of the process shares.
+    """
+    draft = DraftSection(kind="ngram", arms=(0, 1, 3), prompt_lookup_min=1, prompt_lookup_max=3)
+    engine = EngineSpec(model_path=str(tiny_target_dir), dtype="float32", section=SECTION, draft=draft).build()
+    engine.force_k(3)  # type: ignore[attr-defined]
+    got = run(engine, [request(f"p{i}", prompt) for i, prompt in enumerate(PROMPTS)])
+    assert {name: g.token_ids for name, g in got.items()} == {name: g.token_ids for name, g in plain.items()}
+    assert sum(engine.spec_totals.num_drafted) > 0
+    engine.close()

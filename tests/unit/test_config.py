@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from tlt.config import SftConfig, TrainConfig, dump_config, load_config, schema_of
+from tlt.config.bench_schema import BenchConfig
+from tlt.config.draft_schema import WarmupConfig
 from tlt.config.yaml_text import parse_document, render
 from tlt.errors import ConfigError
 
@@ -40,7 +42,9 @@ def load(tmp_path: Path, text: str, *overrides: str) -> TrainConfig:
 def test_shipped_files_load(path: Path) -> None:
     """Catches a shipped file that a schema change left behind."""
     config = load_config(path, (), schema_of(path))
-    assert isinstance(config, SftConfig if "\nsft:" in path.read_text() else TrainConfig)
+    schemas = {"sft": SftConfig, "responses": WarmupConfig, "bench": BenchConfig}
+    sections = [name for name in schemas if f"\n{name}:" in path.read_text()]
+    assert isinstance(config, schemas[sections[0]] if sections else TrainConfig)
 
 
 def test_default_then_file_then_flag(tmp_path: Path) -> None:
@@ -98,7 +102,7 @@ def test_another_kind_starts_the_section_afresh(tmp_path: Path) -> None:
     ("flag", "message"),
     [
         ("learner.num_generation=8", "learner.num_generation = 8: unknown key; did you mean 'num_generations'?"),
-        ("zzz.a=1", "zzz = {a: 1}: unknown key; keys here: data, eval, learner"),
+        ("zzz.a=1", "zzz = {a: 1}: unknown key; keys here: data, draft, eval, learner"),
         ("rewards.functions.1.wieght=2", "rewards.functions.1.wieght = 2: unknown key; did you mean 'weight'?"),
         ("data.source.num_trian=2", "data.source.num_trian = 2: unknown key; did you mean 'num_train'?"),
         ("data.source.kind=jsnl", "data.source.kind = jsnl: unknown value; did you mean 'jsonl'?"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_a_head_survives_the_disk_in_the_published_layout(tmp_path: Path) -> Non
 
 
 def test_other_spellings_load_and_damaged_heads_do_not(tmp_path: Path) -> None:
-    """Catches a published head that is refused for its layer's name, and one with a wrong shape or NaN that is taken."""
+    """Catches a published head that is refused for its layer's name, and a wrong shape or NaN that is taken."""
     folder = tmp_path / "head"
     save_head(folder, make_head(), info={})
     good = load_file(folder / "model.safetensors")
@@ -56,10 +57,31 @@ def test_other_spellings_load_and_damaged_heads_do_not(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="d2t"):
         load_head(folder)
     (folder / "model.safetensors").write_bytes(b"junk")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot read"):
         load_head(folder)
-    with pytest.raises(ConfigError, match="is missing"):
+    with pytest.raises(ConfigError, match="cannot read"):
         load_head(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": None}, "vocab_size"),
+        ({"num_attention_heads": 5}, "not a multiple"),
+        ({"hidden_size": "x"}, "hidden_size"),
+        ({"logit_scale": 0.5}, "logit_scale"),
+        ({"norm_output": True}, "norm_output"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers"),
+    ],
+)
+def test_odd_configurations_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    """Catches a traceback in place of an error, and a head that an engine computes otherwise than we do."""
+    folder = tmp_path / "head"
+    save_head(folder, make_head(), info={})
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ConfigError, match=message):
+        load_head(folder)
 
 
 def test_heads_are_made_for_llama_and_qwen_targets_only() -> None:

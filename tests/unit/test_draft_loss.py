@@ -107,7 +107,9 @@ class _Cache:
         return torch.cat(outputs, 2)
 
 
-def slow_chains(head: Eagle3Head, target: FrozenTarget, one: DraftSequence, num_steps: int) -> dict[tuple[int, int], Tensor]:
+def slow_chains(
+    head: Eagle3Head, target: FrozenTarget, one: DraftSequence, num_steps: int
+) -> dict[tuple[int, int], Tensor]:
     """Draft logits of (anchor, step), each chain run by itself with a cache, as served."""
     logits = {}
     for anchor in range(max(one.num_prompt_tokens - 1, 0), len(one.token_ids) - 1):
@@ -194,9 +196,7 @@ def toy_sequences(target: FrozenTarget, num: int) -> list[DraftSequence]:
         ids = torch.tensor(tokens)
         # The state before token t + 1 points at it in the output projection.
         final = target._lm_head[torch.tensor([following[token] for token in tokens])] * 20.0
-        sequences.append(
-            DraftSequence(token_ids=ids, aux_hidden=states[ids], final_hidden=final, num_prompt_tokens=2)
-        )
+        sequences.append(DraftSequence(token_ids=ids, aux_hidden=states[ids], final_hidden=final, num_prompt_tokens=2))
     return sequences
 
 
@@ -228,6 +228,8 @@ def test_training_continues_bit_for_bit_and_stops_at_nan() -> None:
         first.micro_step(batch)
     second = DraftTrainer(make_head(seed=9), target, settings)
     second.load_state_dict(first.state_dict())
+    # The donor goes on as well: a shared optimizer state would reach the continuation.
+    first.micro_step(batch)
     for _ in range(2):
         second.micro_step(batch)
     for name, value in whole.state_dict()["head"].items():
@@ -258,7 +260,11 @@ def test_the_target_receives_no_gradient() -> None:
     """Catches a shared embedding that drifts."""
     embedding = torch.randn(VOCAB, HIDDEN, requires_grad=True)
     result: TttResult = ttt_loss(
-        make_head(), FrozenTarget(embedding, embedding), collate(pack(SEQUENCES, tokens_per_row=64)), num_steps=2, step_decay=1.0
+        make_head(),
+        FrozenTarget(embedding, embedding),
+        collate(pack(SEQUENCES, tokens_per_row=64)),
+        num_steps=2,
+        step_decay=1.0,
     )
     result.loss.backward()
     assert embedding.grad is None

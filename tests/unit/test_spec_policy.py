@@ -114,9 +114,7 @@ def test_the_reward_belongs_to_the_arm_that_drafted() -> None:
         draft_per_request_s=0.0,
     )
     policy = SpecPolicy(SpecPolicySettings(arms=(0, 1)), model, random.Random(0))
-    step = VerifiedStep(
-        batch=2, k=1, num_tokens=3, draft_s=0.004, verify_s=0.026, num_drafted=(2,), num_accepted=(1,)
-    )
+    step = VerifiedStep(batch=2, k=1, num_tokens=3, draft_s=0.004, verify_s=0.026, num_drafted=(2,), num_accepted=(1,))
     policy.observe(step)
     # acceptance: (1 + 0.6 * 2) / (2 + 2) = 0.55; modelled 0.013 + 0.002 s, measured 0.030 s: a factor of 2, worth 1 of
     # 1 + 16 steps: 18 / 17

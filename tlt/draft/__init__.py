@@ -4,7 +4,6 @@
     model       the head; computes what vLLM's EAGLE-3 drafter computes
     vocab       which tokens it can draft
     data        responses with the target's hidden states -> packed rows -> batches
-    chain       the served chain of drafts, from every position of a batch at once
     loss        test-time training: soft cross-entropy along the chain
     acceptance  how many drafts of the chain the target accepts
     trainer     one bounded forward, backward and update at a time

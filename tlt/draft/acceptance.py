@@ -1,4 +1,4 @@
-"""Acceptance of a head as it would be served; see :mod:`tlt.draft.loss` for why counts on responses are exactly that."""
+"""Acceptance of a head as served; see :mod:`tlt.draft.loss` for why counts on responses are exactly that."""
 
 from __future__ import annotations
 

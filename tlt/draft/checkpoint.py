@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -46,6 +47,11 @@ def head_tensors(head: Eagle3Head, dtype: torch.dtype = torch.bfloat16) -> dict[
         for name, value in head.state_dict().items()
         if not (whole and name in _MAPPING)
     }
+
+
+def trained_tensors(head: Eagle3Head, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """What changes in training, for a swap into a running engine: :func:`head_tensors` without the fixed mapping."""
+    return {name: value for name, value in head_tensors(head, dtype).items() if name not in _MAPPING}
 
 
 def save_head(folder: Path, head: Eagle3Head, *, info: dict[str, Any]) -> None:
@@ -108,18 +114,25 @@ def _load_config(folder: Path) -> LlamaConfig:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path} ({error}); give the folder of an EAGLE-3 head") from error
+    if not isinstance(content, dict) or not isinstance(content.get("vocab_size"), int):
+        raise ConfigError(f"{path}: vocab_size is missing or no integer; give the folder of an EAGLE-3 head")
     architectures = content.get("architectures") or []
     if len(architectures) != 1 or architectures[0] not in _ARCHITECTURES:
         raise ConfigError(f"{path}: architectures={architectures} must name one of {', '.join(_ARCHITECTURES)}")
     # vLLM looks for two of the options here first.
     nested = content.get("eagle_config") or {}
     wrong = [name for name in _VARIANTS if nested.get(name, content.get(name))]
+    if content.get("logit_scale", 1.0) != 1.0:
+        wrong.append("logit_scale")
     if wrong:
         raise ConfigError(f"{path}: heads with {', '.join(wrong)} are not supported; give a head without")
     if content.get("num_hidden_layers") != 1:
         raise ConfigError(f"{path}: num_hidden_layers={content.get('num_hidden_layers')} must be 1")
     content["draft_vocab_size"] = content.get("draft_vocab_size") or content["vocab_size"]
-    config: LlamaConfig = LlamaConfig.from_dict(content)
+    try:
+        config: LlamaConfig = LlamaConfig.from_dict(content)
+    except StrictDataclassError as error:
+        raise ConfigError(f"{path}: {error}; give the folder of an EAGLE-3 head") from error
     return config
 
 

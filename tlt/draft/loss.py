@@ -67,7 +67,8 @@ class _DiagonalContext:
     """:class:`tlt.draft.model.AttentionContext` of test-time training."""
 
     def __init__(self, batch: PackedBatch) -> None:
-        segments, index = batch.segments, torch.arange(batch.segments.shape[1])
+        segments = batch.segments
+        index = torch.arange(segments.shape[1], device=segments.device)
         same = (segments.unsqueeze(2) == segments.unsqueeze(1)) & (segments != PADDING).unsqueeze(1)
         visible = same & (index.unsqueeze(1) >= index.unsqueeze(0))  # [num_rows, query, key]
         self._bias = torch.where(visible, 0.0, _HIDDEN_FROM).unsqueeze(1)  # [num_rows, 1, query, key]
@@ -138,8 +139,8 @@ class _Teacher:
         needed = torch.zeros_like(batch.counted)
         for step in range(num_steps):
             needed |= (batch.counted & _reaches(batch, step + 2)).roll(1 + step, dims=1)
-        self._rows = torch.full(needed.shape, -1)
-        self._rows[needed] = torch.arange(int(needed.sum()))
+        self._rows = torch.full(needed.shape, -1, device=needed.device)
+        self._rows[needed] = torch.arange(int(needed.sum()), device=needed.device)
         self._probs = target.draft_logits(batch.final_hidden[needed], draft_token_ids).softmax(-1)
 
     def probs(self, chains: Tensor, step: int) -> Tensor:

@@ -53,7 +53,8 @@ class Eagle3Head(nn.Module):
         super().__init__()
         assert draft_token_ids.shape == (config.draft_vocab_size,)
         assert bool((draft_token_ids.diff() > 0).all()), "draft token ids are sorted and differ"
-        assert 0 <= int(draft_token_ids[0]) and int(draft_token_ids[-1]) < config.vocab_size
+        assert int(draft_token_ids[0]) >= 0
+        assert int(draft_token_ids[-1]) < config.vocab_size
         self.config = config
         self.fc = nn.Linear(NUM_AUX_LAYERS * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = _DecoderLayer(config)

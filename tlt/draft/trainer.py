@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from dataclasses import dataclass
@@ -103,7 +104,9 @@ class DraftTrainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where :meth:`state_dict` was taken."""
         self._head.load_state_dict(state["head"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        # The optimizer keeps the tensors that it is given: without a copy, it and the one that the state was taken from
+        # would go on to update the same moments.
+        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self._num_steps = state["num_steps"]
 
     def _learning_rate(self) -> float:

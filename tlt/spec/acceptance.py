@@ -47,9 +47,7 @@ class AcceptanceStats:
     requests that accepted position i - 1 and had a draft at i, the share that accepted it.
     """
 
-    def __init__(
-        self, num_positions: int, *, prior: AcceptancePrior | None = None, memory: float = 2000.0
-    ) -> None:
+    def __init__(self, num_positions: int, *, prior: AcceptancePrior | None = None, memory: float = 2000.0) -> None:
         """``memory`` is the number of verified drafts per position over which evidence fades."""
         self._memory = memory
         self._prior = prior or AcceptancePrior()

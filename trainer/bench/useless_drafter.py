@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tlt.draft.checkpoint import save_head
 from transformers import AutoConfig
 
 from rollout.bench_engine import EngineHandle, bench_engines
 from rollout.placement import ray_session
 from tlt.config.bench_schema import BenchConfig
+from tlt.draft.checkpoint import save_head
 from tlt.draft.config import make_head_config
 from tlt.draft.model import Eagle3Head
 from tlt.observability.json_files import write_json_atomic
