@@ -11,12 +11,16 @@ nothing about drafting.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from tlt.spec.attribution import EngineStep, RewardAttributor, VerifiedStep
 from tlt.spec.totals import SpecTotals
+from tlt.spec.watchdog import AcceptanceWatchdog
+
+logger = logging.getLogger(__name__)
 
 
 class DraftPolicy(Protocol):
@@ -72,15 +76,17 @@ class SpecController:
         self._steps_by_k: dict[int, int] = {}
         self._draft_s = 0.0
         self._verify_s = 0.0
+        self._num_collapses = 0
         self._attributor = RewardAttributor()
+        self.watchdog = AcceptanceWatchdog()
+        """Told by the engine what acceptance to expect; when it does not come, nothing is drafted any more."""
         self._begun: _Begun | None = None
         self.forced: int | None = None
-        """K of every step, whatever the policy says: 0 when the watchdog has switched drafting off, or a
-        measurement's choice. The policy learns nothing meanwhile."""
+        """K of every step, whatever policy and watchdog say, for a measurement. The policy learns nothing meanwhile."""
 
     def begin_step(self, now: float, *, batch: int, has_prefill: bool) -> int:
         """A step has been scheduled; returns how many tokens to draft at its end."""
-        k = self._policy.choose(batch) if self.forced is None else self.forced
+        k = self._choose(batch) if self.forced is None else self.forced
         self._clock.seconds = 0.0
         self._begun = _Begun(now, k, has_prefill)
         return k
@@ -95,6 +101,7 @@ class SpecController:
         self._draft_s += draft_s
         self._verify_s += verify_s
         drafted, accepted = self._count(emitted)
+        self._watch(drafted, accepted)
         reward = self._attributor.push(
             EngineStep(
                 batch=len(emitted),
@@ -110,6 +117,24 @@ class SpecController:
         if reward is not None and self.forced is None:
             self._policy.observe(reward)
 
+    def _choose(self, batch: int) -> int:
+        return 0 if self.watchdog.collapsed else self._policy.choose(batch)
+
+    def _watch(self, drafted: tuple[int, ...], accepted: tuple[int, ...]) -> None:
+        if not drafted or self.watchdog.collapsed:
+            return
+        check = self.watchdog.observe(drafted, accepted)
+        if check is not None and self.watchdog.collapsed:
+            self._num_collapses += 1
+            logger.warning(
+                "drafter version %d: acceptance length %.2f where %.2f was expected, after %s; "
+                "drafting is off for this version",
+                check.version,
+                check.measured,
+                check.expected,
+                check.event,
+            )
+
     def forget_step(self) -> None:
         """Something other than a step happened (new weights, a pause): the next step rewards no choice."""
         self._attributor.reset()
@@ -123,6 +148,7 @@ class SpecController:
             steps_by_k=dict(self._steps_by_k),
             draft_s=self._draft_s,
             verify_s=self._verify_s,
+            num_collapses=self._num_collapses,
         )
 
     def _count(self, emitted: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -33,6 +33,8 @@ class Speculation:
         self._head = HeadFile(Path(spec.draft_path)) if spec.draft_path is not None else None
         self._policy = _make_policy(spec)
         self.controller = SpecController(self._policy, clock, spec.draft.max_draft_tokens)
+        self._survival = self._head.survival if self._head is not None else ()
+        self._expect("the start")
 
     def check(self, packet: DraftPacket) -> None:
         """Whether the drafter may be replaced by this one.
@@ -52,15 +54,23 @@ class Speculation:
     def on_draft_changed(self, packet: DraftPacket) -> None:
         """The drafter was replaced: what was learned about acceptance no longer holds; step times still do."""
         self.draft_version = packet.weights.version
+        self._survival = packet.survival
+        self._expect("a swap")
         self.controller.forget_step()
         if isinstance(self._policy, SpecPolicy):
-            self._policy.on_new_drafter(self.draft_version, None)
+            promised = 1.0 + sum(packet.survival) if packet.survival else None
+            self._policy.on_new_drafter(self.draft_version, promised, k=max(len(packet.survival), 1))
 
     def on_policy_changed(self) -> None:
         """The target has new weights, to which the drafter may fit less well."""
+        self._expect("new policy weights")
         self.controller.forget_step()
         if isinstance(self._policy, SpecPolicy):
             self._policy.on_weights_changed()
+
+    def _expect(self, event: str) -> None:
+        if self._survival:
+            self.controller.watchdog.expect(event, self.draft_version, self._survival)
 
     def policy_state(self) -> Mapping[str, Any] | None:
         """What the policy has learned, as JSON; None if there is no policy."""
@@ -79,8 +89,11 @@ class HeadFile:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         self._shapes = {_canonical(name): shape for name, shape in shapes.items() if not name.endswith(_NOT_TRAINED)}
         info = folder / HEAD_INFO
-        self.target: str | None = json.loads(info.read_text())["target"]["sha256"] if info.is_file() else None
+        content = json.loads(info.read_text(encoding="utf-8")) if info.is_file() else {}
+        self.target: str | None = content["target"]["sha256"] if content else None
         """None for a head that was made elsewhere and does not say."""
+        self.survival = tuple(content["acceptance"]["per_position"]) if "acceptance" in content else ()
+        """Served acceptance on held-out prompts, per position; empty if it is not known."""
 
     def check(self, packet: DraftPacket) -> None:
         """Raises :class:`tlt.errors.DraftRefusedError` unless the packet fits in place of this head."""

@@ -43,6 +43,8 @@ class DraftPacket:
     """The target model as the head's checkpoint names it; an engine refuses a head made for another one."""
     weights: WeightPacket
     """Its version is the drafter's, counted apart from the policy's."""
+    survival: tuple[float, ...] = ()
+    """What was promised when it was published: entry j is the share of verifications that accept drafts 0 to j."""
 
 
 def pack_weights(version: int, state: Mapping[str, torch.Tensor], dtype: str) -> WeightPacket:

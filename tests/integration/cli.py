@@ -38,6 +38,7 @@ def write_tiny_config(folder: Path, model: Path) -> Path:
 def start_tlt(*arguments: str, cwd: Path, ray_address: str | None = None) -> subprocess.Popen[str]:
     """Start ``tlt``, by default with its own local Ray; stderr goes to ``cwd/stderr.txt``."""
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    env["TLT_CACHE"] = str(cwd / "cache")  # what a run learns about this machine is not for the next one
     if ray_address is not None:
         env["RAY_ADDRESS"] = ray_address
     with (cwd / "stderr.txt").open("w") as stderr:

@@ -203,17 +203,3 @@ def test_a_better_head_takes_over_while_requests_run(plain, drafting, trained) -
     assert {name: g.token_ids for name, g in again.items()} == {name: g.token_ids for name, g in plain.items()}
     assert again["p0"].acceptance_length is not None
     assert again["p0"].acceptance_length > 2.0
-
-
-def test_ngram_drafts_change_nothing_and_are_accepted(tiny_target_dir: Path, plain) -> None:  # type: ignore[no-untyped-def]
-    """Catches a model-free drafter that is configured and never used, and one that changes outputs.
-
-    The last test here: closing an engine ends the process groups that every engine of the process shares.
-    """
-    draft = DraftSection(kind="ngram", arms=(0, 1, 3), prompt_lookup_min=1, prompt_lookup_max=3)
-    engine = EngineSpec(model_path=str(tiny_target_dir), dtype="float32", section=SECTION, draft=draft).build()
-    engine.force_k(3)  # type: ignore[attr-defined]
-    got = run(engine, [request(f"p{i}", prompt) for i, prompt in enumerate(PROMPTS)])
-    assert {name: g.token_ids for name, g in got.items()} == {name: g.token_ids for name, g in plain.items()}
-    assert sum(engine.spec_totals.num_drafted) > 0
-    engine.close()

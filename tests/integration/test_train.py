@@ -32,7 +32,8 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny_llama_dir: Path)
     """The folder of a run that ended well."""
     folder = tmp_path_factory.mktemp("train")
     config = write_tiny_config(folder, tiny_llama_dir)
-    code, stdout, stderr = run_tlt("train", str(config), "--json", cwd=folder)
+    drafting = ["draft.kind=ngram", "draft.prompt_lookup_min=1"]
+    code, stdout, stderr = run_tlt("train", str(config), *drafting, "--json", cwd=folder)
     assert code == 0, stderr
     run = folder / "runs" / "tiny"
     assert json.loads(stdout.splitlines()[-1]) == json.loads((run / "summary.json").read_text())
@@ -69,6 +70,9 @@ def test_each_step_has_metrics_and_all_responses(finished_run: Path) -> None:
             assert key in record
         # float32 on both sides: engine and learner agree closely, or one of them is wrong.
         assert record["mismatch/mean_abs_logprob_nats"] < 1e-3
+        # The run drafts: its choices are counted, and the check above holds for drafted tokens too.
+        assert sum(value for key, value in record.items() if key.startswith("spec/share_k")) == pytest.approx(1.0)
+        assert record["spec/acceptance_length"] >= 1.0
         path = finished_run / "responses" / f"step-{record['step']:06d}.jsonl"
         responses = [json.loads(line) for line in path.read_text().splitlines()]
         assert len(responses) == RESPONSES_PER_STEP

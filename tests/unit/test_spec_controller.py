@@ -82,3 +82,16 @@ def test_totals_count_positions_and_choices() -> None:
     assert metrics["spec/acceptance_pos2"] == pytest.approx(1 / 3)
     assert metrics["spec/mean_k"] == pytest.approx(1.0)
     assert SpecTotals().acceptance_length is None
+
+
+def test_a_collapse_switches_drafting_off_for_that_version(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches acceptance that falls to 1.0 after a change, while outputs stay right and nobody notices."""
+    clock = DraftClock()
+    controller = SpecController(Recorder([2] * 60), clock, 2)
+    controller.watchdog.expect("a swap", 3, (0.7, 0.5))
+    chosen = [step(controller, clock, (float(t), t + 0.5), 0.1, [(2, 1)] * 8) for t in range(30)]
+    assert chosen == [2] * 25 + [0] * 5  # 25 steps of 8 verifications are the 200 that the verdict needs
+    assert controller.totals.num_collapses == 1
+    assert "version 3: acceptance length 1.00 where 2.20 was expected, after a swap" in caplog.text
+    controller.watchdog.expect("a swap", 4, (0.7, 0.5))
+    assert step(controller, clock, (40.0, 41.0), 0.1, [(2, 3)]) == 2

@@ -30,6 +30,8 @@ class SpecTotals:
     """Seconds in the drafter."""
     verify_s: float = 0.0
     """Seconds of engine steps outside the drafter, prefill included."""
+    num_collapses: int = 0
+    """Times that the watchdog has switched drafting off."""
 
     @property
     def acceptance_length(self) -> float | None:
@@ -55,11 +57,16 @@ class SpecTotals:
             steps_by_k={k: count for k, count in steps.items() if count},
             draft_s=self.draft_s + sign * other.draft_s,
             verify_s=self.verify_s + sign * other.verify_s,
+            num_collapses=self.num_collapses + sign * other.num_collapses,
         )
 
     def metrics(self) -> dict[str, float]:
         """Under their names in ``metrics.jsonl``; positions count from 1."""
-        metrics = {"spec/draft_s": self.draft_s, "spec/verify_s": self.verify_s}
+        metrics: dict[str, float] = {
+            "spec/draft_s": self.draft_s,
+            "spec/verify_s": self.verify_s,
+            "spec/collapses_count": self.num_collapses,
+        }
         num_steps = sum(self.steps_by_k.values())
         if num_steps:
             metrics["spec/mean_k"] = sum(k * count for k, count in self.steps_by_k.items()) / num_steps

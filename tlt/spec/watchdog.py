@@ -45,6 +45,11 @@ class AcceptanceWatchdog:
         self._num_accepted = 0
         self._collapsed = False
 
+    @property
+    def collapsed(self) -> bool:
+        """Whether the version that is watched has collapsed."""
+        return self._collapsed
+
     def expect(self, event: str, version: int, survival: tuple[float, ...]) -> None:
         """Start a check: ``survival[j]`` is the promised share of verifications that accept drafts 0..j.
 
