@@ -27,15 +27,14 @@ def requests(max_tokens: int) -> list[RolloutRequest]:
 
 def test_ngram_drafts_are_verified_counted_and_change_nothing(tiny_llama_dir: Path) -> None:
     """Catches a model-free drafter that is never used or changes outputs, and timings that miss tokens or steps."""
-    plain = EngineSpec(model_path=str(tiny_llama_dir), dtype="float32", section=SECTION)
     draft = DraftSection(kind="ngram", arms=(0, 1, 3), prompt_lookup_min=1, prompt_lookup_max=3)
     drafting = EngineSpec(model_path=str(tiny_llama_dir), dtype="float32", section=SECTION, draft=draft)
-    with bench_engines([plain, drafting]) as (without, with_drafts):
-        expected = [generated.token_ids for generated in without.generate(requests(40))]
-        for k in (0, 3, None):
+    with bench_engines([drafting]) as (with_drafts,):
+        expected = [generated.token_ids for generated in with_drafts.generate(requests(40), 0)]
+        assert with_drafts.spec_totals().num_drafted == (0, 0, 0)
+        for k in (3, None):
             assert [generated.token_ids for generated in with_drafts.generate(requests(40), k)] == expected
         assert with_drafts.spec_totals().num_drafted[0] > 0
-        assert without.spec_totals().steps_by_k == {}
         timing = with_drafts.time_batch(requests(20), 0)
         # The first token of each response comes from the prefill, which is not timed.
         assert (timing.num_tokens, timing.num_steps) == (3 * 19, 19)

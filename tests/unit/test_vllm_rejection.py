@@ -58,7 +58,7 @@ def test_the_first_token_has_the_targets_distribution_whatever_is_drafted(rank: 
     torch.manual_seed(rank)
     logits = target_logits(2)
     draft = int(logits[0].argsort(descending=True)[rank])
-    n = 8_000
+    n = 5_000
     tokens = verify_many(logits, [draft], n=n, temperature=torch.full((n,), temperature))
     assert_same_distribution(tokens[:, 0], (logits[0] / temperature).softmax(-1))
     after = tokens[tokens[:, 1] >= 0]
@@ -70,7 +70,7 @@ def test_the_first_token_has_the_targets_distribution_whatever_is_drafted(rank: 
 def test_drafts_drawn_from_a_distribution_leave_the_target_unchanged() -> None:
     """Catches an acceptance test that forgets q: random drafts would be accepted too rarely, and p be distorted."""
     torch.manual_seed(1)
-    n, logits, q = 8_000, target_logits(2), target_logits(1, seed=9).softmax(-1)
+    n, logits, q = 5_000, target_logits(2), target_logits(1, seed=9).softmax(-1)
     drafts = torch.multinomial(q[0], n, replacement=True)
     from rollout.vllm_rejection import verify
 
