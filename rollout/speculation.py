@@ -59,7 +59,7 @@ class Speculation:
         self.controller.forget_step()
         if isinstance(self._policy, SpecPolicy):
             promised = 1.0 + sum(packet.survival) if packet.survival else None
-            self._policy.on_new_drafter(self.draft_version, promised, k=max(len(packet.survival), 1))
+            self._policy.on_new_drafter(promised, k=max(len(packet.survival), 1))
 
     def on_policy_changed(self) -> None:
         """The target has new weights, to which the drafter may fit less well."""

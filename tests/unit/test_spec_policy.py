@@ -69,7 +69,7 @@ def test_a_better_drafter_is_used_at_once() -> None:
     policy, rng = make_policy(machine, 3), random.Random(0)
     _, _, before = play(useless, policy, lambda step: 1, range(300), rng)
     assert median(before[200:]) == 0
-    policy.on_new_drafter(2, None)
+    policy.on_new_drafter(None)
     _, _, after = play(good, policy, lambda step: 1, range(60), rng)
     assert median(after[20:]) >= 5
 
@@ -80,7 +80,7 @@ def test_a_new_drafter_resets_acceptance_and_keeps_step_times() -> None:
     policy = make_policy(machine, 5)
     play(machine, policy, lambda step: 4, range(100), random.Random(1))
     times = json.dumps(policy.to_json())
-    policy.on_new_drafter(7, 2.5, k=3)
+    policy.on_new_drafter(2.5, k=3)
     assert json.dumps(policy.to_json()) == times
     assert policy.expected_tokens[3] == pytest.approx(2.5, abs=0.01)
 

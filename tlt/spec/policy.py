@@ -109,9 +109,8 @@ class SpecPolicy:
         if self._model is not None:
             self._correct(step.batch, step.k, seconds)
 
-    def on_new_drafter(self, version: int, expected_acceptance_length: float | None, k: int = 3) -> None:
+    def on_new_drafter(self, expected_acceptance_length: float | None, k: int = 3) -> None:
         """The drafter was replaced: acceptance starts anew, from what is expected of it at ``k`` if that is known."""
-        del version  # the caller books it
         known = expected_acceptance_length is not None
         prior = AcceptancePrior(rate=geometric_rate(expected_acceptance_length or 1.0, k)) if known else _UNKNOWN
         self._acceptance.reset(prior)
