@@ -1,4 +1,4 @@
-"""A target small enough to warm a drafter up for in seconds, and responses it is easy to draft for."""
+"""A target small enough to warm a drafter up for in seconds, and its own responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONFIG = """\
 run: {{name: tiny, dir: {folder}/drafters}}
 model: {{name: {folder}/target, dtype: float32}}
 rollout: {{temperature: 0.5}}
-head: {{draft_vocab_size: 24, aux_layers: [0, 2, 3]}}
+head: {{draft_vocab_size: 64, aux_layers: [0, 2, 3]}}
 responses: {{path: {folder}/responses.jsonl, num_held_out: 4}}
 train:
   max_steps: 12
@@ -48,20 +48,23 @@ def tiny_llama(vocab_size: int, **options: object) -> LlamaForCausalLM:
     return model.eval()
 
 
-def save_target(folder: Path) -> None:
-    """Write a target with a byte-level tokenizer."""
+def save_target(folder: Path) -> LlamaForCausalLM:
+    """Write a target with a byte-level tokenizer; returns it."""
     ids = save_byte_tokenizer(folder)
     model = tiny_llama(256 + len(SPECIAL_TOKENS), tie_word_embeddings=True, **ids)
     model.generation_config.update(**ids)
     model.save_pretrained(folder)
+    return model
 
 
-def repeating_responses(num_prompts: int, eos_token_id: int) -> list[TargetResponse]:
-    """Each response counts on from its prompt, in steps of one and modulo 16."""
+def greedy_responses(model: LlamaForCausalLM, num_prompts: int) -> list[TargetResponse]:
+    """What the target itself says to prompts of two tokens, 24 tokens each; every fourth is cut to 12."""
+    prompts = torch.tensor([[40 + index, 2 * index] for index in range(num_prompts)])
+    with torch.no_grad():
+        texts = model.generate(prompts, do_sample=False, min_new_tokens=24, max_new_tokens=24).tolist()
     return [
         TargetResponse(
-            prompt_token_ids=(100 + prompt, prompt % 16),
-            response_token_ids=(*((prompt + position) % 16 for position in range(1, 12 + prompt % 8)), eos_token_id),
+            prompt_token_ids=tuple(text[:2]), response_token_ids=tuple(text[2:14] if index % 4 == 0 else text[2:])
         )
-        for prompt in range(num_prompts)
+        for index, text in enumerate(texts)
     ]

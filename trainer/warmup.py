@@ -151,10 +151,8 @@ class _Warmup:
         )
         with self._timed("hidden_states"):
             states = collect_hidden_states(model, [*train, *held_out], head_config.eagle_aux_hidden_state_layer_ids)
-        head = Eagle3Head(head_config, draft_token_ids)
-        frozen = FrozenTarget(
-            model.get_input_embeddings().weight.to("cpu"), model.get_output_embeddings().weight.to("cpu")
-        )
+        head = Eagle3Head(head_config, draft_token_ids).to(model.device)
+        frozen = FrozenTarget(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
         del model  # its layers are not needed any more, and their memory is
         with self._timed("training"):
             trained = train_head(

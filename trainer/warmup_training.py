@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 
 import torch
@@ -85,7 +85,7 @@ def train_head(
     Raises:
         DraftTrainingError: the loss or a gradient is not finite.
     """
-    trainer = DraftTrainer(head, target, _settings(section))
+    device, trainer = head.d2t.device, DraftTrainer(head, target, _settings(section))
     stream = shuffled_batches(pack(train, tokens_per_row=section.tokens_per_row), section.rows_per_step, seed=seed)
     measured = held_out_rows(held_out, section)
     depth = max(section.num_ttt_steps, *REPORTED_LENGTHS)
@@ -95,11 +95,12 @@ def train_head(
     while step < section.max_steps:
         begin = time.monotonic()
         num_steps = min(section.eval_every, section.max_steps - step)
-        done = [trainer.micro_step(batch) for batch in islice(stream, num_steps)]
+        done = [trainer.micro_step(to_device(batch, device)) for batch in islice(stream, num_steps)]
         middle = time.monotonic()
         acceptance = ServedAcceptance()
         for rows in measured:
-            acceptance += evaluate_acceptance(head, target, [collate(rows)], num_steps=depth, bf16=section.bf16)
+            batch = to_device(collate(rows), device)
+            acceptance += evaluate_acceptance(head, target, [batch], num_steps=depth, bf16=section.bf16)
         end = time.monotonic()
         step += num_steps
         num_new_tokens = sum(micro.num_tokens for micro in done)
@@ -147,6 +148,11 @@ def held_out_rows(sequences: Sequence[DraftSequence], section: HeadTrainSection)
     rows = pack(sequences, tokens_per_row=tokens_per_row)
     rows_per_batch = max(1, section.rows_per_step * section.tokens_per_row // tokens_per_row)
     return [rows[start : start + rows_per_batch] for start in range(0, len(rows), rows_per_batch)]
+
+
+def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    """The batch where the head is: hidden states are kept in main memory, which has room for all of them."""
+    return PackedBatch(**{field.name: getattr(batch, field.name).to(device) for field in fields(batch)})
 
 
 def _settings(section: HeadTrainSection) -> DraftTrainSettings:

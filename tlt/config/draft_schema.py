@@ -93,8 +93,7 @@ class WarmupConfig(Section):
     data: DataSection | None = None
     """The questions. System prompt and template arguments must be those of the runs that the drafter is for."""
     rollout: RolloutSection = RolloutSection()
-    """Workers that generate the responses, and how tokens are drawn. ``device`` is also where hidden states are
-    computed; the head itself is trained on the CPU."""
+    """Workers that generate the responses, and how they draw tokens; the head is trained on ``device``, too."""
     head: HeadSection = HeadSection()
     responses: ResponsesSection
     train: HeadTrainSection
