@@ -229,3 +229,10 @@ def test_config_needs_nothing_heavy() -> None:
     code = "import tlt.config, sys; print(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", [".", "..", ".hidden"])
+def test_a_run_cannot_be_named_after_a_folder_above_it(name: str, tmp_path: Path) -> None:
+    """Catches ``run.name=..`` with ``run.overwrite=true``, which would delete the folder that holds all runs."""
+    with pytest.raises(ConfigError, match="run.name"):
+        load_config(CONFIGS / "quickstart.yaml", [f"run.name={name}"])

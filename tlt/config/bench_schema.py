@@ -12,7 +12,7 @@ from tlt.config.schema import DataSection, DraftSection, ModelSection, NonNegati
 class BenchRunSection(Section):
     """Name, place and seed of a measurement."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "bench"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")] = "bench"
     dir: str | None = None
     """Folder that the results go into, as ``<dir>/<name>.json``. Default: ``runs`` in the working folder."""
     seed: NonNegativeInt = 0

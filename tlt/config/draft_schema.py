@@ -12,7 +12,7 @@ from tlt.config.schema import DataSection, Fraction, ModelSection, NonNegativeIn
 class WarmupRunSection(Section):
     """Name, place and seed of the drafter that is made."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "drafter"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")] = "drafter"
     """First part of the drafter folder's name; a hash of everything that shapes the drafter is added."""
     dir: str | None = None
     """Folder that holds the drafter folders and the generated responses. Default: ``drafters`` in the model cache."""

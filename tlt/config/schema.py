@@ -25,7 +25,7 @@ class Section(BaseModel):
 class RunSection(Section):
     """Where results go and what is random."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "run"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")] = "run"
     dir: str | None = None
     """Folder that holds the run's own folder ``<dir>/<name>``. Default: ``runs`` in the working folder, or
     ``~/tlt-runs`` inside a Ray job (whose working folder is a temporary copy)."""

@@ -15,7 +15,7 @@ SOLVED_TASKS = ("chain_sum", "chain_sum_long_tail")
 class SftRunSection(Section):
     """Name, place and seed of the model that is made."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "cold-start"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")] = "cold-start"
     """First part of the model folder's name; a hash of everything that shapes the model is added."""
     dir: str | None = None
     """Folder that holds the model folders. Default: ``sft`` in the model cache."""
