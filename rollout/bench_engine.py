@@ -13,7 +13,6 @@ import ray
 
 from rollout.actors import pin, worker_environment
 from rollout.engine import EngineSpec, Generated
-from rollout.weight_sync import DraftPacket
 from tlt.spec.totals import SpecTotals
 from tlt.types import RolloutRequest
 
@@ -73,12 +72,6 @@ class BenchEngine:
         totals: SpecTotals = self._engine.spec_totals
         return totals
 
-    def load_draft(self, packet: DraftPacket) -> float:
-        """Replace the drafter; returns the seconds it took."""
-        begin = time.perf_counter()
-        self._engine.load_draft(packet)
-        return time.perf_counter() - begin
-
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """See :meth:`rollout.engine.RolloutEngine.score`."""
         logprobs: list[float] = self._engine.score(token_ids)
@@ -111,11 +104,6 @@ class EngineHandle:
         """See :meth:`BenchEngine.spec_totals`."""
         totals: SpecTotals = ray.get(self._actor.spec_totals.remote())
         return totals
-
-    def load_draft(self, packet: DraftPacket) -> float:
-        """See :meth:`BenchEngine.load_draft`."""
-        seconds: float = ray.get(self._actor.load_draft.remote(packet))
-        return seconds
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """See :meth:`BenchEngine.score`."""

@@ -7,7 +7,7 @@ Two implementations: :class:`rollout.vllm_engine.VllmEngine` (the real one) and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rollout.weight_sync import DraftPacket, WeightPacket
@@ -137,3 +137,11 @@ class EngineSpec:
         from rollout.vllm_engine import VllmEngine
 
         return VllmEngine(self)
+
+
+def spec_per_worker(spec: EngineSpec, num_workers: int) -> list[EngineSpec]:
+    """``spec`` for each worker of a pool, with seeds that differ between workers and between seeds of ``spec``.
+
+    Workers must not draw the same random numbers for the samples of one prompt.
+    """
+    return [replace(spec, seed=spec.seed * num_workers + rank) for rank in range(num_workers)]

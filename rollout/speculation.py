@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.spec_controller import DraftClock, DraftPolicy, FixedK, SpecController
 from rollout.weight_sync import DraftPacket
+from tlt.draft.checkpoint import INFO_FILE, WEIGHTS_FILE
 from tlt.errors import ConfigError, DraftRefusedError
 from tlt.spec.policy import SpecPolicy, SpecPolicySettings
 
 if TYPE_CHECKING:
     from rollout.engine import EngineSpec
-
-HEAD_WEIGHTS = "model.safetensors"
-HEAD_INFO = "tlt_draft.json"
-"""Written beside a head by ``tlt draft warmup``: what it was trained for."""
 
 
 _NOT_TRAINED = ("d2t", "t2d", "embed_tokens.weight")
@@ -83,12 +80,12 @@ class HeadFile:
     def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
 
-        if not (folder / HEAD_WEIGHTS).is_file():
-            raise ConfigError(f"draft.path={folder} has no {HEAD_WEIGHTS}; give the folder of an EAGLE-3 head")
-        with safe_open(folder / HEAD_WEIGHTS, framework="pt") as file:
+        if not (folder / WEIGHTS_FILE).is_file():
+            raise ConfigError(f"draft.path={folder} has no {WEIGHTS_FILE}; give the folder of an EAGLE-3 head")
+        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         self._shapes = {_canonical(name): shape for name, shape in shapes.items() if not name.endswith(_NOT_TRAINED)}
-        info = folder / HEAD_INFO
+        info = folder / INFO_FILE
         content = json.loads(info.read_text(encoding="utf-8")) if info.is_file() else {}
         self.target: str | None = content["target"]["sha256"] if content else None
         """None for a head that was made elsewhere and does not say."""

@@ -170,25 +170,11 @@ class RolloutWorker:
 
     def load_weights(self, packet: WeightPacket) -> float:
         """Install new policy weights between two steps; returns the seconds it took."""
-
-        def load(engine: RolloutEngine) -> float:
-            begin = time.monotonic()
-            engine.load_weights(packet)
-            return time.monotonic() - begin
-
-        seconds: float = self._call(load)
-        return seconds
+        return self._time(lambda engine: engine.load_weights(packet))
 
     def load_draft(self, packet: DraftPacket) -> float:
         """Replace the drafter between two steps, while requests run; returns the seconds it took."""
-
-        def load(engine: RolloutEngine) -> float:
-            begin = time.monotonic()
-            engine.load_draft(packet)
-            return time.monotonic() - begin
-
-        seconds: float = self._call(load)
-        return seconds
+        return self._time(lambda engine: engine.load_draft(packet))
 
     def policy_state(self) -> Mapping[str, Any] | None:
         """What the speculation policy has learned."""
@@ -228,6 +214,17 @@ class RolloutWorker:
                 raise self._gone()
             self._inbox.put(command)
         return command.future.result()
+
+    def _time(self, apply: Callable[[RolloutEngine], None]) -> float:
+        """Seconds that a command took on the loop thread, the wait for its turn not counted."""
+
+        def timed(engine: RolloutEngine) -> float:
+            begin = time.monotonic()
+            apply(engine)
+            return time.monotonic() - begin
+
+        seconds: float = self._call(timed)
+        return seconds
 
     def _gone(self) -> WorkerLostError:
         return WorkerLostError(f"worker {self._rank} has left its loop; it takes no more commands")

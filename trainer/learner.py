@@ -19,9 +19,8 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")
     from trl import GRPOConfig, GRPOTrainer
 
-from tlt.config.schema import LearnerSection, RolloutSection, TrainConfig
+from tlt.config.schema import LearnerSection, TrainConfig
 from tlt.errors import ConfigError
-from tlt.types import SamplingSpec
 from trainer.logprobs import completion_logprobs, scores_plain_logits
 from trainer.trl_adapter import EncodedPrompt, PoolRollout, Prompt, RolloutSource, WeightPusher, make_rollout_func
 
@@ -173,7 +172,7 @@ def build_learner(
     rollout_func = make_rollout_func(
         source,
         tokenizer,
-        _sampling(config.rollout),
+        config.rollout.sampling,
         encode=encode,
         chat_template_kwargs=config.data.chat_template_kwargs,
         mask_truncated=config.learner.mask_truncated_completions,
@@ -247,14 +246,3 @@ def _importance_sampling(learner: LearnerSection) -> dict[str, Any]:
         "vllm_importance_sampling_mode": learner.importance_sampling,
         "vllm_importance_sampling_clip_max": learner.importance_sampling_cap,
     }
-
-
-def _sampling(rollout: RolloutSection) -> SamplingSpec:
-    return SamplingSpec(
-        max_tokens=rollout.max_completion_length,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_tokens=rollout.min_tokens,
-        stop=rollout.stop,
-    )

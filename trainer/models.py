@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -68,6 +69,14 @@ def cache_dir() -> Path:
     """Where converted models are kept: ``$TLT_CACHE/models``, by default ``~/.cache/tlt/models``."""
     root = os.environ.get("TLT_CACHE")
     return (Path(root) if root else Path.home() / ".cache" / "tlt").expanduser().resolve() / "models"
+
+
+def add_files(digest: hashlib._Hash, folder: Path, *, skip: Sequence[str] = ()) -> None:
+    """Let names and contents of a model folder's files into ``digest``, in a fixed order."""
+    for file in sorted(path for path in folder.iterdir() if path.is_file() and path.name not in skip):
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
 
 
 def resolve_model(name: str, revision: str | None = None) -> str:

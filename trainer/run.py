@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rollout.engine import EngineSpec
+from rollout.engine import EngineSpec, spec_per_worker
 from rollout.placement import ray_session
 from rollout.pool import RolloutPool
 from tlt.config.schema import TrainConfig
@@ -170,7 +170,7 @@ class TrainingRun:
     def save_policy_state(self) -> None:
         """Keep what the speculation policy has learned about this machine for the next run."""
         config = self._config
-        if config.draft.kind == "off" or config.draft.fixed is not None:
+        if not config.draft.adaptive:
             return
         state = self._driver.policy_state()
         if state is not None:
@@ -246,22 +246,19 @@ def _probe_text(prompts: PromptSet, max_model_len: int) -> list[int]:
 
 def _engine_specs(config: TrainConfig, inputs: RunInputs) -> list[EngineSpec]:
     policy_state = None
-    if config.draft.kind != "off" and config.draft.fixed is None:
+    if config.draft.adaptive:
         policy_state = policy_store().load(*policy_key(config.model.name, config.rollout, config.draft))
-    return [
-        EngineSpec(
-            model_path=inputs.model_path,
-            dtype=config.model.dtype,
-            trust_remote_code=config.model.trust_remote_code,
-            draft=config.draft,
-            draft_path=inputs.draft_path,
-            policy_state=policy_state,
-            # Workers must not draw the same random numbers for the samples of one prompt.
-            seed=config.run.seed * config.rollout.num_workers + rank,
-            section=config.rollout,
-        )
-        for rank in range(config.rollout.num_workers)
-    ]
+    spec = EngineSpec(
+        model_path=inputs.model_path,
+        dtype=config.model.dtype,
+        trust_remote_code=config.model.trust_remote_code,
+        draft=config.draft,
+        draft_path=inputs.draft_path,
+        policy_state=policy_state,
+        seed=config.run.seed,
+        section=config.rollout,
+    )
+    return spec_per_worker(spec, config.rollout.num_workers)
 
 
 def _files(folder: RunFolder) -> dict[str, str]:

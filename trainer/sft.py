@@ -38,7 +38,7 @@ from tlt.config.sft_schema import SftConfig
 from tlt.errors import ConfigError
 from trainer.data import PromptItem, load_prompts
 from trainer.locks import file_lock
-from trainer.models import cache_dir, resolve_model
+from trainer.models import add_files, cache_dir, resolve_model
 from trainer.traces import write_trace
 
 logger = logging.getLogger(__name__)
@@ -238,8 +238,5 @@ def _content_hash(config: SftConfig, base: Path, train: Dataset) -> str:
     digest = hashlib.sha256(json.dumps([_RECIPE_VERSION, settings], sort_keys=True).encode())
     for row in train:
         digest.update(json.dumps([row["input_ids"], row["labels"]]).encode())
-    for file in sorted(path for path in base.iterdir() if path.is_file()):
-        digest.update(file.name.encode())
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    add_files(digest, base)
     return digest.hexdigest()[:12]

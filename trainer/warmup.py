@@ -36,7 +36,7 @@ from tlt.draft.vocab import choose_draft_vocab
 from tlt.errors import ConfigError
 from trainer.hidden_states import check_memory, collect_hidden_states
 from trainer.locks import file_lock
-from trainer.models import cache_dir
+from trainer.models import add_files, cache_dir
 from trainer.policy import load_tokenizer, resolve_policy
 from trainer.sft import SUMMARY_FILE
 from trainer.warmup_responses import ResponseReader, TargetResponse, split
@@ -280,10 +280,7 @@ def _coverage(
 def _hash_model(folder: Path) -> str:
     """SHA-256 over the target's files, the record of its own training aside: it holds times and names."""
     digest = hashlib.sha256()
-    for file in sorted(path for path in folder.iterdir() if path.is_file() and path.name != SUMMARY_FILE):
-        digest.update(file.name.encode())
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    add_files(digest, folder, skip=(SUMMARY_FILE,))
     return digest.hexdigest()
 
 

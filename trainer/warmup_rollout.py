@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollout.engine import EngineSpec
+from rollout.engine import EngineSpec, spec_per_worker
 from rollout.placement import ray_session
 from rollout.pool import RolloutPool
 from rollout.record import RolloutProgress
 from tlt.config.draft_schema import WarmupConfig
 from tlt.errors import ConfigError
-from tlt.types import Response, RolloutRequest, SamplingSpec
+from tlt.types import Response, RolloutRequest
 from trainer.data import PromptItem, load_prompts
 from trainer.locks import file_lock
 from trainer.warmup_responses import TargetResponse, write_responses
@@ -109,17 +109,14 @@ def ensure_responses(plan: ResponsePlan, config: WarmupConfig, model_path: str) 
 def generate_with_pool(requests: Sequence[RolloutRequest], config: WarmupConfig, model_path: str) -> list[Response]:
     """All responses, from a pool that lives as long as this call: training needs its cores and memory afterwards."""
     section = config.rollout
-    specs = [
-        EngineSpec(
-            model_path=model_path,
-            dtype=config.model.dtype,
-            trust_remote_code=config.model.trust_remote_code,
-            # Workers must not draw the same random numbers for the samples of one prompt.
-            seed=config.run.seed * section.num_workers + rank,
-            section=section,
-        )
-        for rank in range(section.num_workers)
-    ]
+    spec = EngineSpec(
+        model_path=model_path,
+        dtype=config.model.dtype,
+        trust_remote_code=config.model.trust_remote_code,
+        seed=config.run.seed,
+        section=section,
+    )
+    specs = spec_per_worker(spec, section.num_workers)
     logger.info("drafter: generating %d responses, starting %d rollout workers", len(requests), section.num_workers)
     with ray_session(), RolloutPool.start(section, specs, dtype=config.model.dtype) as pool:
         return pool.generate(requests, on_progress=_ProgressLines())
@@ -153,21 +150,12 @@ def _requests(
             f"responses.{key}={num_prompts}, and the data section gives {len(items)} prompts for it; "
             f"lower it, or give more prompts (over-long and repeated ones are left out)"
         )
-    section = config.rollout
-    sampling = SamplingSpec(
-        max_tokens=section.max_completion_length,
-        temperature=section.temperature,
-        top_p=section.top_p,
-        top_k=section.top_k,
-        min_tokens=section.min_tokens,
-        stop=section.stop,
-    )
     return tuple(
         RolloutRequest(
             request_id=f"{part}-{row}-{sample}",
             prompt_key=item.key,
             prompt_token_ids=item.token_ids,
-            sampling=sampling,
+            sampling=config.rollout.sampling,
         )
         for row, item in enumerate(items[:num_prompts])
         for sample in range(num_generations)

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from tlt.types import SamplingSpec
+
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -143,6 +145,18 @@ class RolloutSection(Section):
     worker_timeout_s: PositiveFloat = 120.0
     """A worker with work that makes no progress for this long is restarted, once."""
 
+    @property
+    def sampling(self) -> SamplingSpec:
+        """How responses of a rollout are drawn."""
+        return SamplingSpec(
+            max_tokens=self.max_completion_length,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_tokens=self.min_tokens,
+            stop=self.stop,
+        )
+
     @model_validator(mode="after")
     def _device_rules(self) -> RolloutSection:
         if self.device == "cpu" and self.tensor_parallel_size != 1:
@@ -176,6 +190,11 @@ class DraftSection(Section):
     prompt_lookup_min: PositiveInt = 2
     """Shortest n-gram that ``kind: ngram`` looks up."""
     prompt_lookup_max: PositiveInt = 5
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether a policy chooses how many tokens to draft."""
+        return self.kind != "off" and self.fixed is None
 
     @property
     def max_draft_tokens(self) -> int:

@@ -34,8 +34,6 @@ class FrozenTarget:
     ) -> None:
         self._embedding = embedding.detach()
         self._lm_head = lm_head.detach()
-        self._draft_rows: Tensor | None = None
-        self._draft_token_ids: Tensor | None = None
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[..., hidden] float32."""
@@ -47,9 +45,8 @@ class FrozenTarget:
         draft_token_ids: Tensor,  # [draft_vocab]
     ) -> Tensor:
         """The target's scores of the draft vocabulary, [..., draft_vocab] float32."""
-        if self._draft_rows is None or self._draft_token_ids is not draft_token_ids:
-            self._draft_rows, self._draft_token_ids = self._lm_head[draft_token_ids], draft_token_ids
-        return torch.nn.functional.linear(final_hidden.to(self._draft_rows.dtype), self._draft_rows).float()
+        rows = self._lm_head[draft_token_ids]  # [draft_vocab, hidden]
+        return torch.nn.functional.linear(final_hidden.to(rows.dtype), rows).float()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

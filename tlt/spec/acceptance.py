@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any, Self
 
 
 def geometric_rate(acceptance_length: float, k: int) -> float:
@@ -57,9 +56,6 @@ class AcceptanceStats:
     def _clear(self) -> None:
         self._trials = [0.0] * self._num_positions
         self._hits = [0.0] * self._num_positions
-        # Marginal counts are for people; the conditional ones above are what decisions use.
-        self._drafted = [0.0] * self._num_positions
-        self._accepted = [0.0] * self._num_positions
         self._expected: list[float] | None = None
         self._optimistic: list[float] = []
 
@@ -71,10 +67,9 @@ class AcceptanceStats:
     def discount(self, max_trials: float) -> None:
         """The target changed: keep each estimate, but with the weight of at most ``max_trials`` verified drafts."""
         for position in range(self._num_positions):
-            for trials, hits in ((self._trials, self._hits), (self._drafted, self._accepted)):
-                if trials[position] > max_trials:
-                    hits[position] *= max_trials / trials[position]
-                    trials[position] = max_trials
+            if self._trials[position] > max_trials:
+                self._hits[position] *= max_trials / self._trials[position]
+                self._trials[position] = max_trials
         self._expected = None
 
     def observe(self, num_drafted_per_position: Sequence[int], num_accepted_per_position: Sequence[int]) -> None:
@@ -91,9 +86,6 @@ class AcceptanceStats:
                 keep = self._memory / (self._memory + tried)
                 self._trials[position] = self._trials[position] * keep + tried
                 self._hits[position] = self._hits[position] * keep + accepted
-            keep = self._memory / (self._memory + drafted)
-            self._drafted[position] = self._drafted[position] * keep + drafted
-            self._accepted[position] = self._accepted[position] * keep + accepted
             reached = accepted
         self._expected = None
 
@@ -118,21 +110,6 @@ class AcceptanceStats:
         """Estimated rate per position; one that was never tried takes over from the position before."""
         return tuple(rate for rate, _ in self._rates())
 
-    @property
-    def marginal_rates(self) -> tuple[float | None, ...]:
-        """Accepted share of the drafts at each position, as vLLM counts it; None where nothing was drafted."""
-        return tuple(a / d if d else None for a, d in zip(self._accepted, self._drafted, strict=True))
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """Mean accepted draft tokens per verification + 1, pooled and faded; None before the first verification.
-
-        Taken from the marginal rates, so it is that of the deepest chain drafted so far.
-        """
-        if not self._drafted[0]:
-            return None
-        return 1.0 + sum(rate for rate in self.marginal_rates if rate is not None)
-
     def _rates(self) -> list[tuple[float, float]]:
         """Per position the estimated rate and the number of verified drafts it counts as."""
         rates = []
@@ -152,27 +129,3 @@ class AcceptanceStats:
             expected.append(expected[-1] + product)
             optimistic.append(optimistic[-1] + upper_product)
         self._expected, self._optimistic = expected, optimistic
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it, as JSON values."""
-        return {
-            "memory": self._memory,
-            "prior": [self._prior.rate, self._prior.weight, self._prior.chain_weight],
-            "trials": list(self._trials),
-            "hits": list(self._hits),
-            "drafted": list(self._drafted),
-            "accepted": list(self._accepted),
-        }
-
-    @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> Self:
-        """The reverse of :meth:`to_json`; what is not such a state raises KeyError, TypeError or ValueError."""
-        rate, weight, chain_weight = map(float, state["prior"])
-        prior = AcceptancePrior(rate=rate, weight=weight, chain_weight=chain_weight)
-        stats = cls(len(state["trials"]), prior=prior, memory=float(state["memory"]))
-        stats._trials, stats._hits, stats._drafted, stats._accepted = (
-            [float(count) for count in state[name]] for name in ("trials", "hits", "drafted", "accepted")
-        )
-        if len({len(stats._trials), len(stats._hits), len(stats._drafted), len(stats._accepted)}) != 1:
-            raise ValueError("counts of acceptance differ in length")
-        return stats

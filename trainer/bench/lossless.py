@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from statistics import fmean
 from typing import Any
@@ -20,7 +20,6 @@ from rollout.bench_engine import EngineHandle, bench_engines
 from rollout.engine import EngineSpec, Generated
 from rollout.placement import ray_session
 from tlt.config.bench_schema import BenchConfig
-from tlt.types import RolloutRequest
 from trainer.bench.homogeneity import Comparison, compare, holm
 from trainer.bench.workload import Workload, load_workload
 
@@ -143,17 +142,8 @@ def _sample(workload: Workload, engine: EngineHandle, k: int | None, num_samples
     numbers = count()
     while len(responses) < num_samples:
         batch = min(most, num_samples - len(responses))
-        responses += engine.generate([_numbered(template, next(numbers)) for _ in range(batch)], k)
+        responses += engine.generate([replace(template, request_id=f"sample-{next(numbers)}") for _ in range(batch)], k)
     return responses
-
-
-def _numbered(template: RolloutRequest, number: int) -> RolloutRequest:
-    return RolloutRequest(
-        request_id=f"sample-{number}",
-        prompt_key=template.prompt_key,
-        prompt_token_ids=template.prompt_token_ids,
-        sampling=template.sampling,
-    )
 
 
 def _at(responses: Sequence[Generated], position: int) -> list[int]:

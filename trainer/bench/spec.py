@@ -18,11 +18,9 @@ from rich.table import Table
 from rollout.bench_engine import BatchTiming, EngineHandle, bench_engines
 from rollout.placement import ray_session
 from tlt.config.bench_schema import BenchConfig
-from tlt.observability.json_files import write_json_atomic
-from tlt.observability.provenance import collect_provenance
 from tlt.spec.totals import SpecTotals
 from trainer.bench.stats import paired_ratio
-from trainer.bench.workload import Workload, load_workload, results_path
+from trainer.bench.workload import Workload, load_workload, write_results
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +52,12 @@ def bench_spec(config: BenchConfig, argv: Sequence[str]) -> dict[str, Any]:
             rows.append(summarise(batch, timings[batch]))
             logger.info("batch %d: %.2fx with the policy", batch, rows[-1]["ratio"])
     summary = {"bench": "spec", "rows": rows}
-    path = results_path(config, "spec")
-    path.parent.mkdir(parents=True, exist_ok=True)
     pairs = {
         str(batch): {name: [timing.tokens_per_s for timing in series] for name, series in by_column.items()}
         for batch, by_column in timings.items()
     }
-    write_json_atomic(path, summary | {"tok_s_of_pairs": pairs, "provenance": collect_provenance(argv)})
     print_table(rows, config.bench.fixed)
-    logger.info("every pair is in %s", path)
+    write_results(config, summary, argv, tok_s_of_pairs=pairs)
     return summary
 
 

@@ -19,11 +19,9 @@ from tlt.config.bench_schema import BenchConfig
 from tlt.draft.checkpoint import save_head
 from tlt.draft.config import make_head_config
 from tlt.draft.model import Eagle3Head
-from tlt.observability.json_files import write_json_atomic
-from tlt.observability.provenance import collect_provenance
 from tlt.types import RolloutRequest
 from trainer.bench.stats import paired_ratio
-from trainer.bench.workload import Workload, load_workload, results_path
+from trainer.bench.workload import Workload, load_workload, write_results
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +60,7 @@ def bench_useless_drafter(config: BenchConfig, argv: Sequence[str]) -> dict[str,
         "mean_k": totals.metrics()["spec/mean_k"],
         "acceptance_length": totals.acceptance_length,
     }
-    path = results_path(config, "useless-drafter")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(path, summary | {"off_s": off, "adaptive_s": adaptive, "provenance": collect_provenance(argv)})
-    logger.info("every pair is in %s", path)
+    write_results(config, summary, argv, off_s=off, adaptive_s=adaptive)
     return summary
 
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from transformers import AutoTokenizer
+from typing import Any
 
 from rollout.engine import EngineSpec
 from tlt.config.bench_schema import BenchConfig
 from tlt.config.schema import DraftSection
-from tlt.types import RolloutRequest, SamplingSpec
+from tlt.observability.json_files import write_json_atomic
+from tlt.observability.provenance import collect_provenance
+from tlt.types import RolloutRequest
 from trainer.data import PromptItem, load_prompts
-from trainer.models import resolve_model
-from trainer.sft import PREFIX as SFT_PREFIX
-from trainer.sft import resolve_sft
+from trainer.policy import load_tokenizer, resolve_policy
 from trainer.warmup import resolve_draft
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +62,9 @@ class Workload:
         """
         rng = random.Random(f"{self.config.run.seed}/{batch}/{turn}")
         lengths = [max_tokens] * batch if isinstance(max_tokens, int) else max_tokens
-        section = self.config.rollout
-        sampling = SamplingSpec(
-            max_tokens=1,
-            temperature=section.temperature if temperature is None else temperature,
-            top_p=section.top_p,
-            top_k=section.top_k,
-            min_tokens=section.min_tokens,
-            stop=section.stop,
-            ignore_eos=not isinstance(max_tokens, int),
-        )
+        sampling = replace(self.config.rollout.sampling, ignore_eos=not isinstance(max_tokens, int))
+        if temperature is not None:
+            sampling = replace(sampling, temperature=temperature)
         return [
             RolloutRequest(
                 request_id=f"{turn}-{index}",
@@ -83,22 +78,22 @@ class Workload:
 
 def load_workload(config: BenchConfig) -> Workload:
     """Resolve model, head and prompts; a ``sft:`` model or a ``draft:`` head that is missing is made first."""
-    model = config.model.name
-    model_path = (
-        str(resolve_sft(model)) if model.startswith(SFT_PREFIX) else resolve_model(model, config.model.revision)
-    )
-    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=config.model.trust_remote_code)
+    model_path = resolve_policy(config.model)
+    tokenizer = load_tokenizer(model_path, config.model)
     prompts = load_prompts(config.data, num_eval=0, seed=config.run.seed, tokenizer=tokenizer)
     path = config.draft.path
     return Workload(
         config=config,
-        model_path=str(model_path),
+        model_path=model_path,
         draft_path=None if path is None else str(resolve_draft(path)),
         prompts=tuple(prompts.train),
     )
 
 
-def results_path(config: BenchConfig, kind: str) -> Path:
-    """Where the result of a measurement goes."""
+def write_results(config: BenchConfig, summary: Mapping[str, Any], argv: Sequence[str], **details: Any) -> None:
+    """Keep a measurement with all that it rests on, in ``<dir>/<name>-<bench>.json``."""
     folder = Path(config.run.dir).expanduser() if config.run.dir is not None else Path("runs")
-    return folder.resolve() / f"{config.run.name}-{kind}.json"
+    path = folder.resolve() / f"{config.run.name}-{summary['bench']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(path, {**summary, **details, "provenance": collect_provenance(argv)})
+    logger.info("every pair is in %s", path)
